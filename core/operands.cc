@@ -1,0 +1,363 @@
+#include "core/operands.h"
+
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jax_scan {
+namespace {
+
+namespace ffi = xla::ffi;
+using Dims = ffi::AnyBuffer::Dimensions;
+
+// How an operand's or result's shape follows from the full shape.
+enum class Extent {
+  kFull,         // every axis; an operand may have 1 instead
+  kOneStep,      // 1 in time
+  kSumOverTime,  // every axis, or 1 in time
+};
+
+struct OperandSpec {
+  std::string_view name;
+  Input Problem::* slot;
+  Extent extent = Extent::kFull;
+  bool required = false;
+};
+
+struct ResultSpec {
+  std::string_view name;
+  Output Problem::* slot;
+  Extent extent = Extent::kFull;
+};
+
+struct OpSpec {
+  std::string_view target;
+  std::span<const OperandSpec> operands;
+  std::span<const ResultSpec> results;
+};
+
+constexpr OperandSpec kScanOperands[] = {
+    {"a", &Problem::a, Extent::kFull, true},
+    {"b", &Problem::x, Extent::kFull, true},
+    {"h0", &Problem::init, Extent::kOneStep},
+    {"reset", &Problem::reset},
+};
+constexpr ResultSpec kScanResults[] = {
+    {"h", &Problem::y},
+    {"state", &Problem::final, Extent::kOneStep},
+};
+constexpr OperandSpec kTangentOperands[] = {
+    {"a", &Problem::a, Extent::kFull, true},
+    {"h", &Problem::h},
+    {"h0", &Problem::h0, Extent::kOneStep},
+    {"reset", &Problem::reset},
+    {"da", &Problem::da},
+    {"db", &Problem::x},
+    {"dh0", &Problem::init, Extent::kOneStep},
+};
+constexpr ResultSpec kTangentResults[] = {
+    {"dh", &Problem::y},
+    {"dstate", &Problem::final, Extent::kOneStep},
+};
+constexpr OperandSpec kCotangentOperands[] = {
+    {"a", &Problem::a, Extent::kFull, true},
+    {"h", &Problem::h},
+    {"h0", &Problem::h0, Extent::kOneStep},
+    {"reset", &Problem::reset},
+    {"g", &Problem::x},
+    {"gstate", &Problem::init, Extent::kOneStep},
+};
+constexpr ResultSpec kCotangentResults[] = {
+    {"da", &Problem::da_out, Extent::kSumOverTime},
+    {"db", &Problem::y},
+    {"dh0", &Problem::final, Extent::kOneStep},
+};
+
+OpSpec spec_of(Op op) {
+  switch (op) {
+    case Op::kTangent:
+      return {"jax_scan.v1.tangent", kTangentOperands, kTangentResults};
+    case Op::kCotangent:
+      return {"jax_scan.v1.cotangent", kCotangentOperands, kCotangentResults};
+    case Op::kScan:
+      break;
+  }
+  return {"jax_scan.v1.scan", kScanOperands, kScanResults};
+}
+
+template <class Spec>
+const Spec* find(std::span<const Spec> specs, std::string_view name) {
+  for (const Spec& spec : specs) {
+    if (spec.name == name) return &spec;
+  }
+  return nullptr;
+}
+
+std::vector<std::string_view> split(std::string_view names) {
+  std::vector<std::string_view> parts;
+  while (!names.empty()) {
+    const size_t space = names.find(' ');
+    parts.push_back(names.substr(0, space));
+    names = space == std::string_view::npos ? "" : names.substr(space + 1);
+  }
+  return parts;
+}
+
+std::optional<DType> dtype_of(ffi::DataType t) {
+  switch (t) {
+    case ffi::F16:
+      return DType::kF16;
+    case ffi::BF16:
+      return DType::kBF16;
+    case ffi::F32:
+      return DType::kF32;
+    case ffi::F64:
+      return DType::kF64;
+    case ffi::C64:
+      return DType::kC64;
+    case ffi::C128:
+      return DType::kC128;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<DType> state_dtype_of(std::string_view text) {
+  for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
+    if (text == name(t)) return t;
+  }
+  return std::nullopt;
+}
+
+std::string to_string(std::span<const int64_t> dims) {
+  std::string text = "(";
+  for (size_t k = 0; k < dims.size(); ++k) {
+    text += (k ? ", " : "") + std::to_string(dims[k]);
+  }
+  return text + ")";
+}
+
+std::span<const int64_t> span_of(Dims dims) { return {dims.begin(), dims.size()}; }
+
+// Appends an axis, minor first, merged into its neighbour where one stride serves both. False when
+// there is no room.
+bool append(Broadcast::Axis* axes, int32_t& count, Broadcast::Axis axis) {
+  if (axis.size == 1) return true;
+  if (count > 0) {
+    Broadcast::Axis& last = axes[count - 1];
+    if (axis.stride == last.stride * last.size) {
+      last.size *= axis.size;
+      return true;
+    }
+  }
+  if (count == kMaxAxes) return false;
+  axes[count++] = axis;
+  return true;
+}
+
+// Where the elements of a row-major operand of shape `dims` lie when it is broadcast to `full`.
+bool broadcast(std::span<const int64_t> dims, std::span<const int64_t> full, int64_t axis,
+               Broadcast& at) {
+  int64_t stride = 1;
+  for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
+    const int64_t here = dims[k] == 1 ? 0 : stride;
+    if (k == axis) {
+      at.time_stride = here;
+    } else if (k > axis) {
+      if (!append(at.inner, at.inner_axes, {full[k], here})) return false;
+    } else {
+      if (!append(at.outer, at.outer_axes, {full[k], here})) return false;
+    }
+    stride *= dims[k];
+  }
+  return true;
+}
+
+// Builds the error values of one call; every message starts with the target's name.
+class Checker {
+ public:
+  explicit Checker(std::string_view target) : target_(target) {}
+
+  ffi::Unexpected<ffi::Error> error(std::string_view message) const {
+    return ffi::Unexpected(
+        ffi::Error::InvalidArgument(std::string(target_) + ": " + std::string(message)));
+  }
+  ffi::Unexpected<ffi::Error> error(std::string_view kind, std::string_view name,
+                                    std::string_view message) const {
+    return error(std::string(kind) + " '" + std::string(name) + "' " + std::string(message));
+  }
+
+ private:
+  std::string_view target_;
+};
+
+}  // namespace
+
+ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          const Attributes& attributes) {
+  const OpSpec spec = spec_of(op);
+  const Checker check(spec.target);
+
+  const std::vector<std::string_view> operand_names = split(attributes.operands);
+  const std::vector<std::string_view> result_names = split(attributes.results);
+  if (operand_names.size() != args.size()) {
+    return check.error("attribute 'operands' names " + std::to_string(operand_names.size()) +
+                       " operands, the call has " + std::to_string(args.size()));
+  }
+  if (result_names.size() != rets.size()) {
+    return check.error("attribute 'results' names " + std::to_string(result_names.size()) +
+                       " results, the call has " + std::to_string(rets.size()));
+  }
+  const std::optional<DType> state = state_dtype_of(attributes.state);
+  if (!state) {
+    return check.error(
+        "attribute 'state' must be float32, float64, complex64 or complex128, got '" +
+        std::string(attributes.state) + "'");
+  }
+
+  Call call;
+  Problem& p = call.problem;
+  p.op = op;
+  p.state = *state;
+  p.time = attributes.length;
+  p.reverse = attributes.reverse;
+  p.has_h0 = attributes.has_h0;
+
+  // The full shape: in each axis the largest size that any operand or result has.
+  std::vector<int64_t> full;
+  const auto merge = [&](std::string_view kind, std::string_view name,
+                         Dims dims) -> std::optional<ffi::Unexpected<ffi::Error>> {
+    if (full.empty()) full.assign(dims.size(), 1);
+    if (dims.size() != full.size() || attributes.axis < 0 ||
+        attributes.axis >= static_cast<int64_t>(full.size())) {
+      return check.error(kind, name,
+                         "has shape " + to_string(span_of(dims)) + ", expected rank " +
+                             std::to_string(full.size()) + " with time axis " +
+                             std::to_string(attributes.axis));
+    }
+    full[attributes.axis] = attributes.length;
+    for (size_t k = 0; k < full.size(); ++k) {
+      if (dims[k] == 1 || dims[k] == full[k]) continue;
+      if (full[k] != 1 || static_cast<int64_t>(k) == attributes.axis) {
+        return check.error(kind, name,
+                           "has shape " + to_string(span_of(dims)) +
+                               ", which does not broadcast to " + to_string(full));
+      }
+      full[k] = dims[k];
+    }
+    return std::nullopt;
+  };
+
+  for (size_t j = 0; j < operand_names.size(); ++j) {
+    const OperandSpec* operand = find(spec.operands, operand_names[j]);
+    if (!operand) return check.error("operand", operand_names[j], "is not one of this target's");
+    ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(j);
+    if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+    Input& input = p.*(operand->slot);
+    if (input.data) return check.error("operand", operand->name, "is given twice");
+    if (auto failed = merge("operand", operand->name, buffer->dimensions())) return *failed;
+    input.data = buffer->untyped_data();
+    if (!input.data && buffer->element_count() > 0) {
+      return check.error("operand", operand->name, "has no data");
+    }
+    if (operand->slot == &Problem::reset) {
+      if (buffer->element_type() != ffi::PRED) {
+        return check.error("operand", operand->name, "must be bool");
+      }
+      continue;
+    }
+    const std::optional<DType> dtype = dtype_of(buffer->element_type());
+    if (!dtype || !readable(*dtype, p.state)) {
+      return check.error("operand", operand->name,
+                         "has a dtype that a " + std::string(name(p.state)) + " state can't read");
+    }
+    input.dtype = *dtype;
+    if (operand->extent == Extent::kOneStep &&
+        (*dtype != p.state || buffer->dimensions()[attributes.axis] != 1)) {
+      return check.error("operand", operand->name,
+                         "must have dtype " + std::string(name(p.state)) +
+                             " and size 1 in time, got " + name(*dtype) + " and shape " +
+                             to_string(span_of(buffer->dimensions())));
+    }
+  }
+  for (const OperandSpec& operand : spec.operands) {
+    if (operand.required && !(p.*(operand.slot)).data) {
+      return check.error("operand", operand.name, "is missing");
+    }
+  }
+
+  for (size_t j = 0; j < result_names.size(); ++j) {
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(j);
+    if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+    if (result_names[j] == "workspace") {
+      call.workspace = {(*buffer)->untyped_data(), (*buffer)->size_bytes()};
+      continue;
+    }
+    const ResultSpec* result = find(spec.results, result_names[j]);
+    if (!result) return check.error("result", result_names[j], "is not one of this target's");
+    if (auto failed = merge("result", result->name, (*buffer)->dimensions())) return *failed;
+  }
+
+  // Now that the full shape is known: the operands' strides and the results' extents.
+  const std::span<const int64_t> dims(full);
+  p.outer = p.inner = 1;
+  for (size_t k = 0; k < full.size(); ++k) {
+    if (static_cast<int64_t>(k) < attributes.axis) p.outer *= full[k];
+    if (static_cast<int64_t>(k) > attributes.axis) p.inner *= full[k];
+  }
+  for (size_t j = 0; j < operand_names.size(); ++j) {
+    const OperandSpec* operand = find(spec.operands, operand_names[j]);
+    const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(j);
+    Input& input = p.*(operand->slot);
+    if (!broadcast(span_of(buffer.dimensions()), dims, attributes.axis, input.at)) {
+      return check.error("operand", operand->name,
+                         "alternates between broadcast and full axes more than " +
+                             std::to_string(kMaxAxes) + " times on one side of time");
+    }
+  }
+  for (size_t j = 0; j < result_names.size(); ++j) {
+    const ResultSpec* result = find(spec.results, result_names[j]);
+    if (!result) continue;
+    const ffi::AnyBuffer buffer = **rets.get<ffi::AnyBuffer>(j);
+    Output& output = p.*(result->slot);
+    if (output.data) return check.error("result", result->name, "is given twice");
+    output.data = buffer.untyped_data();
+    const std::optional<DType> dtype = dtype_of(buffer.element_type());
+    const bool one_step = result->extent == Extent::kOneStep;
+    if (!dtype || !readable(*dtype, p.state) || (one_step && *dtype != p.state)) {
+      return check.error(
+          "result", result->name,
+          "has a dtype that a " + std::string(name(p.state)) + " state can't be stored in");
+    }
+    output.dtype = *dtype;
+    std::vector<int64_t> expected = full;
+    const bool over_time = result->extent == Extent::kSumOverTime && p.time > 1 &&
+                           buffer.dimensions()[attributes.axis] == 1;
+    if (one_step || over_time) expected[attributes.axis] = 1;
+    if (to_string(span_of(buffer.dimensions())) != to_string(expected)) {
+      return check.error("result", result->name,
+                         "has shape " + to_string(span_of(buffer.dimensions())) + ", expected " +
+                             to_string(expected));
+    }
+    if (result->extent == Extent::kSumOverTime) p.da_over_time = over_time;
+  }
+
+  // What one operand or result asks of the others.
+  if (op == Op::kScan && p.has_h0 != (p.init.data != nullptr)) {
+    return check.error("attribute 'has_h0' disagrees with operand 'h0'");
+  }
+  if (op == Op::kScan && !p.y.data) return check.error("result", "h", "is missing");
+  if (op == Op::kTangent && !p.y.data) return check.error("result", "dh", "is missing");
+  const bool needs_h = op == Op::kTangent ? p.da.data != nullptr : p.da_out.data != nullptr;
+  if (needs_h && (!p.h.data || (p.has_h0 && !p.h0.data))) {
+    return check.error("operands 'h' and, where the scan has one, 'h0' are needed with 'da'");
+  }
+  if (op == Op::kCotangent && p.final.data && !p.has_h0) {
+    return check.error("result", "dh0", "is asked of a scan without h0");
+  }
+  return call;
+}
+
+}  // namespace jax_scan

@@ -1,0 +1,54 @@
+// FFI buffers and attributes -> Problem, with every check that keeps a kernel inside its buffers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "core/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_scan {
+
+// The attributes of every target; see jax_scan/_lowering.py for the side that writes them.
+struct Attributes {
+  std::string_view operands;  // the names of the operands that are there, in order: "a b h0 reset"
+  std::string_view results;   // likewise: "h state"
+  std::string_view state;     // the state's dtype: "float32"
+  int64_t axis;               // the time axis
+  int64_t length;             // its size
+  bool reverse;
+  bool has_h0;
+};
+
+// A result named "workspace": bytes for the kernel's own use.
+struct Workspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+struct Call {
+  Problem problem;
+  Workspace workspace;
+};
+
+xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                               const Attributes& attributes);
+
+// Adds the buffers and attributes of `Attributes` to a binding, in the order in which the handlers
+// take them.
+template <class Binding>
+auto bind_operands(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::string_view>("operands")
+      .template Attr<std::string_view>("results")
+      .template Attr<std::string_view>("state")
+      .template Attr<int64_t>("axis")
+      .template Attr<int64_t>("length")
+      .template Attr<bool>("reverse")
+      .template Attr<bool>("has_h0");
+}
+
+}  // namespace jax_scan

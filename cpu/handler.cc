@@ -1,0 +1,66 @@
+#include "cpu/handler.h"
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <string_view>
+#include <utility>
+
+#include "core/operands.h"
+#include "core/problem.h"
+#include "cpu/kernel.h"
+#include "cpu/parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_scan::cpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t kSerialElements = 32768;
+
+template <Op kOp>
+ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+               std::string_view operands, std::string_view results, std::string_view state,
+               int64_t axis, int64_t length, bool reverse, bool has_h0) {
+  ffi::ErrorOr<Call> call =
+      decode(kOp, args, rets, {operands, results, state, axis, length, reverse, has_h0});
+  if (!call.has_value()) return call.error();
+  const Problem& problem = call->problem;
+  const bool serial = problem.channels() * problem.time < kSerialElements;
+  const int64_t threads = serial ? 1 : pool.num_threads();
+  const Tiling tiling(problem, threads);
+  const InstructionSet set = best_instruction_set();
+  std::atomic<bool> out_of_memory{false};
+  parallel_for(
+      tiling.count(), threads - 1, [&](auto task) { pool.Schedule(std::move(task)); },
+      [&](int64_t index) {
+        if (!run_tile(problem, tiling.tile(index), set)) {
+          out_of_memory.store(true, std::memory_order_relaxed);
+        }
+      });
+  if (out_of_memory.load(std::memory_order_relaxed)) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_scan: no memory for row buffers");
+  }
+  return ffi::Error::Success();
+}
+
+template <Op kOp>
+XLA_FFI_Error* handle(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler =
+      bind_operands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).To(run<kOp>).release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace
+
+XLA_FFI_Error* scan_handler(XLA_FFI_CallFrame* call_frame) { return handle<Op::kScan>(call_frame); }
+XLA_FFI_Error* tangent_handler(XLA_FFI_CallFrame* call_frame) {
+  return handle<Op::kTangent>(call_frame);
+}
+XLA_FFI_Error* cotangent_handler(XLA_FFI_CallFrame* call_frame) {
+  return handle<Op::kCotangent>(call_frame);
+}
+
+}  // namespace jax_scan::cpu

@@ -1,0 +1,29 @@
+"""Every difference between JAX versions that the package meets, with its reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jax import lax
+
+if TYPE_CHECKING:
+    import jax
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value may differ, as `jax.shard_map` tracks them.
+
+    JAX 0.8 calls the set `aval.vma`; later versions have it inside `aval.manual_axis_type`.
+    """
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else aval.vma
+
+
+def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks `x` as varying over more manual axes; its transpose sums over them.
+
+    `lax.pvary` of JAX 0.8 became `lax.pcast` and went away in 0.10.
+    """
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, axes, to="varying")
+    return lax.pvary(x, axes)  # type: ignore[attr-defined]

@@ -1,0 +1,191 @@
+"""What XLA sees: one custom call, row-major, no copies; `lax` elsewhere and for empty scans."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, arguments
+from oracles import Oracle, check
+from programs import compiled, count
+
+from jax_scan import _lowering, _native, linear_scan
+
+CASE = Case("", (4, 50, 6), h0=(4, 6))
+
+
+def given(case=CASE):
+    return tuple(x for x in arguments(case)[:3] if x is not None)
+
+
+def text(f, *args, platform=None):
+    """The module before XLA's passes."""
+    traced = jax.jit(f).trace(*args)
+    return (traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()).as_text()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_one_custom_call_and_nothing_else(axis):
+    b = np.ones((4, 5, 6), np.float32)
+    step = b.shape[:axis] + b.shape[axis + 1 :]
+    program = compiled(lambda *x: linear_scan(*x, axis=axis), b, b, np.ones(step, np.float32))
+    assert count(program, "custom-call") == 1, program
+    assert 'custom_call_target="jax_scan.v1.scan"' in program
+    for operation in ("copy", "transpose", "fusion", "broadcast"):
+        assert count(program, operation) == 0, program
+
+
+def test_X2_row_major_is_asked_for():
+    program = compiled(lambda *x: linear_scan(*x), *given())
+    constraint = (
+        "operand_layout_constraints={f32[4,50,6]{2,1,0}, f32[4,50,6]{2,1,0}, f32[4,1,6]{2,1,0}}"
+    )
+    assert constraint in program
+
+
+def test_P2_shared_factors_are_not_expanded():
+    a, b = given(Case("", (4, 50, 6), a=(6,)))
+    program = compiled(linear_scan, a, b)
+    assert "f32[1,1,6]{2,1,0}, f32[4,50,6]{2,1,0}}" in program
+    assert count(program, "broadcast") == 0
+    grad = compiled(jax.grad(lambda a, b: jnp.sum(linear_scan(a, b) ** 2), (0, 1)), a, b)
+    assert count(grad, "custom-call") == 2
+    # The sum over time is the kernel's, that over the batch is XLA's, and no array of b's shape is
+    # made for it.
+    assert "f32[4,1,6]" in grad
+
+
+def test_gradient_is_one_fused_call():
+    program = text(jax.grad(lambda *x: jnp.sum(linear_scan(*x)), (0, 1, 2)), *given())
+    assert program.count("@jax_scan.v1.scan") == program.count("@jax_scan.v1.cotangent") == 1
+    assert 'operands = "a h h0 g"' in program
+    assert 'results = "da db dh0' in program
+    # A loss that is linear in b needs no scan at all for its gradient by b.
+    a, b = given()[:2]
+    program = compiled(jax.grad(lambda b: jnp.sum(linear_scan(a, b))), b)
+    assert "jax_scan.v1.cotangent" in program
+    assert "jax_scan.v1.scan" not in program
+
+
+def test_X6_attributes():
+    program = text(lambda *x: linear_scan(*x, reverse=True, return_state=True), *given())
+    for attribute in (
+        "axis = 1 : i64",
+        "length = 50 : i64",
+        "reverse = true",
+        "has_h0 = true",
+        'operands = "a b h0"',
+        'results = "h state',
+        'state = "float32"',
+    ):
+        assert attribute in program
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_other_platforms_use_lax(platform):
+    def both(*x):
+        out, pull = jax.vjp(lambda *x: linear_scan(*x, return_state=True), *x)
+        return out, jax.jvp(linear_scan, x, x)[1], pull(out)
+
+    program = text(both, *given(), platform=platform)
+    assert "custom_call @jax_scan" not in program
+    assert "stablehlo.while" in program
+
+
+def test_lax_and_kernel_agree_N6():
+    """The lowering for other platforms, run here."""
+    for case in (
+        CASE,
+        Case("", (3, 40, 5), a=(40, 1), reverse=True, reset=(40,)),
+        Case("", (7,), axis=-1),
+    ):
+        a, b, h0, reset = arguments(case)
+
+        options = {"axis": case.axis, "reverse": case.reverse, "reset": reset, "return_state": True}
+        f = partial(linear_scan, **options)
+
+        def everything(*x, f=f):
+            out, pull = jax.vjp(f, *x)
+            return out, jax.jvp(f, x, x)[1], pull(out)
+
+        x = (a, b) if h0 is None else (a, b, h0)
+        kernel = jax.jit(everything)(*x)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_lowering, "_has_kernel", lambda full: False)
+            again = jax.jit(lambda *x, f=everything: f(*x))
+            reference = again(*x)
+            assert "jax_scan.v1" not in again.lower(*x).as_text()
+        for x, y in zip(jax.tree.leaves(kernel), jax.tree.leaves(reference), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        oracle = Oracle(a, b, h0, axis=case.axis, reverse=case.reverse, reset=reset)
+        for x, y in zip(reference[0], oracle.values(), strict=True):
+            check(x, y)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3), (2, 4, 0)])
+def test_E1_empty_scans_never_reach_a_kernel(shape):
+    b = np.ones(shape, np.float32)
+    program = text(
+        jax.grad(lambda a, b: jnp.sum(linear_scan(a, b)), (0, 1)),
+        np.ones(3, np.float32)[: shape[2]],
+        b,
+    )
+    assert "jax_scan.v1" not in program
+
+
+def test_more_alternating_axes_than_a_kernel_follows():
+    shape = (2,) * 13 + (5,)
+    rng = np.random.default_rng(0)
+    b = rng.normal(size=shape).astype(np.float32)
+    a = rng.uniform(0.5, 1, [1 if k % 2 else 2 for k in range(13)] + [5]).astype(np.float32)
+    h = linear_scan(a, b, axis=-1)
+    flat = linear_scan(np.broadcast_to(a, shape).reshape(-1, 5), b.reshape(-1, 5), axis=-1)
+    np.testing.assert_array_equal(h, flat.reshape(shape))
+    gradient = jax.grad(lambda a: jnp.sum(linear_scan(a, b, axis=-1)))(a)
+    assert gradient.shape == a.shape
+
+
+def test_X5_cuda_without_its_module_says_why(monkeypatch):
+    monkeypatch.delitem(_native._modules, "cuda", raising=False)
+    monkeypatch.setitem(_native._reasons, "cuda", "It was not built, for want of a compiler.")
+    with pytest.raises(
+        RuntimeError, match=r"jax_scan has no cuda kernel here. It was not built, for want"
+    ):
+        text(linear_scan, *given()[:2], platform="cuda")
+
+
+def test_cuda_gets_a_workspace(monkeypatch):
+    """Lowering for CUDA works without a GPU; the kernel's workspace is one more result."""
+    asked = []
+
+    class Module:
+        @staticmethod
+        def workspace_bytes(*args):
+            asked.append(args)
+            return 123
+
+    monkeypatch.setitem(_native._modules, "cuda", Module)
+    a, b, h0 = given()
+    program = text(lambda *x: linear_scan(*x, return_state=True), a, b, h0, platform="cuda")
+    assert asked == [("scan", 4, 50, 6, "float32")]
+    assert 'results = "h state workspace"' in program
+    assert "tensor<123xui8>" in program
+    both = text(lambda *x: jax.vjp(linear_scan, *x)[1](b), a, b, h0, platform="cuda")
+    assert 'results = "da db dh0 workspace"' in both
+
+
+def test_jit_compiles_once():
+    traced = []
+
+    @jax.jit
+    def f(a, b):
+        traced.append(a)
+        return linear_scan(a, b)
+
+    a, b, *_ = given()
+    f(a, b)
+    f(b, a)
+    assert len(traced) == 1

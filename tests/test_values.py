@@ -1,0 +1,375 @@
+"""Values, tangents and gradients of single calls against the NumPy loops, element by element."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, LARGE, LENGTHS, SMALL, Arguments, Case, arguments, normal
+from oracles import Expected, Oracle, check, same
+
+from jax_scan import linear_scan
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@partial(jax.jit, static_argnames=("axis", "reverse", "out_dtype"))
+def everything(inputs, dots, cts, reset, axis, reverse, out_dtype=None):
+    """(h, state), their tangents, and the gradients."""
+
+    def f(inputs):
+        return linear_scan(
+            **inputs,
+            axis=axis,
+            reverse=reverse,
+            reset=reset,
+            return_state=True,
+            out_dtype=out_dtype,
+        )
+
+    with jax.numpy_dtype_promotion("standard"):
+        out, pull = jax.vjp(f, inputs)
+        return out, jax.jvp(f, (inputs,), (dots,))[1], pull(cts)[0]
+
+
+def check_everything(case: Case, given: Arguments, out_dtype: str | None = None) -> None:
+    oracle = Oracle(
+        given.a, given.b, given.h0, axis=case.axis, reverse=case.reverse, reset=given.reset,
+        out_dtype=out_dtype and DTYPES[out_dtype],
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    inputs = {n: x for n, x in given._asdict().items() if x is not None and n != "reset"}
+    dots = {n: normal(rng, x.shape, x.dtype.name) for n, x in inputs.items()}
+    g = normal(rng, case.shape, oracle.dtype.name)
+    gstate = normal(rng, case.step, oracle.state)
+    out, dout, grads = everything(
+        inputs, dots, (g, gstate), given.reset, axis=case.axis, reverse=case.reverse,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+    assert out[0].dtype == oracle.dtype
+    assert out[1].dtype == oracle.state
+    for what, actual, expected in zip(("h", "state"), out, oracle.values(), strict=True):
+        check(actual, expected, what)
+    tangents = oracle.tangents(*(dots.get(n) for n in ("a", "b", "h0")))
+    for what, actual, expected in zip(("dh", "dstate"), dout, tangents, strict=True):
+        check(actual, expected, what)
+    for name, expected in oracle.cotangents(g, gstate).items():
+        assert grads[name].dtype == inputs[name].dtype
+        check(grads[name], expected, f"d{name}")
+
+
+@named(SMALL)
+def test_small(case):
+    check_everything(case, arguments(case))
+
+
+@named(LARGE)
+def test_large_I2_N2(case):
+    check_everything(case, arguments(case))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_V2_G2(length, reverse):
+    case = Case("", (2, length, 33), reverse=reverse, h0=(2, 33))
+    check_everything(case, arguments(case, seed=length))
+
+
+@pytest.mark.parametrize("inner", [1, 40])
+def test_every_length_V2(inner):
+    """One batched call holds a scan of every length, each ending in a reset that starts padding."""
+    lengths = range(1, 131)
+    case = Case("", (130, 130, inner), h0=(130, inner))
+    given = arguments(case)
+    padding = np.arange(130)[None] >= np.array(lengths)[:, None]
+    check_everything(case, given._replace(reset=padding))
+    for length in (1, 2, 3, 5, 7, 17, 30, 34, 66, 96, 130):
+        short = Case("", (2, length, inner), h0=(2, inner))
+        check_everything(short, arguments(short))
+
+
+DTYPE_CASES = (
+    Case("odd", (2, 33, 3), h0=(2, 3)),
+    Case("rows", (2, 257, 64), reverse=True, reset=(2, 257)),
+    Case("time last, shared a", (4, 65), axis=-1, a=(65,), h0=(4,)),
+)
+
+
+@named(DTYPE_CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_N4(dtype, case):
+    check_everything(case, arguments(case, dtype))
+
+
+MIXED = [
+    ("float32", "bfloat16", None),
+    ("bfloat16", "float32", None),
+    ("float32", "float16", "float16"),
+    ("float32", "complex64", None),
+    ("complex64", "float32", None),
+    ("float64", "float32", "float32"),
+    ("float32", "float32", "bfloat16"),
+    ("bfloat16", "bfloat16", "float32"),
+    ("float64", "complex64", None),
+    ("float32", "float32", "complex64"),
+    ("bfloat16", "complex128", "complex64"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "out"), MIXED)
+def test_mixed_dtypes_N5(a, b, out):
+    for case in DTYPE_CASES[:1]:
+        check_everything(
+            case, arguments(case, a, b), out or np.result_type(DTYPES[a], DTYPES[b]).name
+        )
+
+
+def test_V1_reverse_by_hand():
+    a, b = np.array([2.0, 3, 5]).reshape(1, 3, 1), np.array([1.0, 10, 100]).reshape(1, 3, 1)
+    h = linear_scan(a, b, reverse=True)
+    np.testing.assert_array_equal(np.ravel(h), [621, 310, 100])
+    h = linear_scan(a, b, np.array([[7.0]]), reverse=True)
+    np.testing.assert_array_equal(np.ravel(h), [691 + 2 * 3 * 5 * 7 - 70, 310 + 3 * 35, 135])
+
+
+def test_V3_bitwise_repeatable():
+    case = Case("", (4, 10000, 64))
+    given = arguments(case)
+    f = jax.jit(linear_scan)
+    first = np.asarray(f(given.a, given.b))
+    assert all(np.array_equal(first, f(given.a, given.b)) for _ in range(20))
+
+
+def test_V3_shared_a_gradient_repeatable():
+    case = Case("", (64, 300, 33), a=(33,))
+    a, b, *_ = arguments(case)
+    g = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(linear_scan(a, b)))))
+    first = np.asarray(g(a))
+    assert all(np.array_equal(first, g(a)) for _ in range(20))
+
+
+def test_V4_zero_factors_and_resets_isolate_segments():
+    case = Case("", (1, 12, 2))
+    a, b, *_ = arguments(case)
+    reset = np.zeros(12, bool)
+    reset[[5, 9]] = True
+    a_zero = np.where(reset[:, None], np.float32(0), a)
+    whole = linear_scan(a, b, reset=reset)
+    same(whole, linear_scan(a_zero, b))
+
+    @partial(jax.jit, static_argnames=("begin", "end"))
+    def grad(a, b, reset, begin=0, end=None):
+        def loss(a, b):
+            return jnp.sum(linear_scan(a, b, reset=reset)[:, begin:end])
+
+        return jax.grad(loss, (0, 1))(a, b)
+
+    for begin, end in itertools.pairwise((0, 5, 9, 12)):
+        segment = a[:, begin:end], b[:, begin:end]
+        same(whole[:, begin:end], linear_scan(*segment))
+        alone = grad(*segment, None)
+        for factors, mask in ((a, reset), (a_zero, None)):
+            for actual, inside in zip(grad(factors, b, mask, begin, end), alone, strict=True):
+                actual = np.array(actual)
+                # A factor that is zero, unlike one that is not read, does have a gradient.
+                first = 1 if mask is None and begin else 0
+                same(actual[:, begin + first : end], inside[:, first:])
+                actual[:, begin:end] = 0
+                assert not actual.any()
+
+
+def test_V5_no_h0_is_zeros_and_steps_carry_the_state():
+    case = Case("", (2, 5, 3), h0=(2, 3))
+    a, b, h0, _ = arguments(case)
+    same(linear_scan(a, b), linear_scan(a, b, np.zeros_like(h0)))
+    whole, last = linear_scan(a, b, h0, return_state=True)
+    state = h0
+    for t in range(5):
+        h, state = linear_scan(a[:, t : t + 1], b[:, t : t + 1], state, return_state=True)
+        same(h[:, 0], whole[:, t])
+    same(state, last)
+
+
+def test_N1_exact_zeros():
+    case = Case("", (1, 4, 1), h0=(1, 1))
+    given = arguments(case)
+    for factors in ([3, 0, 0.5, 2], [0, 0, 0, 0]):
+        check_everything(case, given._replace(a=np.array(factors, np.float32).reshape(1, 4, 1)))
+
+
+def test_N2_strong_decay():
+    case = Case("", (2, 256, 3), h0=(2, 3))
+    given = arguments(case)
+    check_everything(case, given._replace(a=np.full(case.shape, 1e-30, np.float32)))
+
+
+def test_N3_sixteen_bit_data_has_a_wide_state():
+    """A state that was rounded to bfloat16 at any step, tile or chunk would be off by far more."""
+    case = Case("", (2, 4096, 8))
+    a, b, *_ = arguments(case, "bfloat16")
+    slow = np.full(case.shape, 0.9961, a.dtype)
+    h, state = linear_scan(slow, np.abs(b), return_state=True)
+    oracle = Oracle(slow, np.abs(b))
+    for actual, expected in zip((h, state), oracle.values(), strict=True):
+        check(actual, expected)
+        assert expected.bound.max() < 1e-3 * np.abs(expected.value).max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_N3_subnormal_data(dtype):
+    """Flushed to zero they would be lost: the smallest normal float16 is 6e-5."""
+    case = Case("", (2, 40, 16))
+    a, b, *_ = arguments(case, dtype)
+    b = (b * np.asarray(1e-5 if dtype == "float16" else 1, b.dtype)).astype(b.dtype)
+    for x, y in ((a, b), (b, b)):
+        h = linear_scan(x, y, out_dtype=np.float32)
+        check(h, Oracle(x, y, out_dtype=np.float32).values()[0])
+
+
+def test_N5_decay_near_one_is_not_rounded():
+    b = np.full((1, 4096, 2), 1, DTYPES["bfloat16"])
+    with jax.numpy_dtype_promotion("standard"):
+        for a in (np.full((2,), 0.9999, np.float32), 0.9999, jnp.full((2,), 0.9999)):
+            h, state = linear_scan(a, b, return_state=True, out_dtype=b.dtype)
+            assert h.dtype == b.dtype
+            np.testing.assert_allclose(state, 1e4 * (1 - 0.9999**4096), rtol=1e-3)
+
+
+def test_N6_drift_over_a_long_scan():
+    case = Case("", (1, 100_000, 2))
+    _, b, *_ = arguments(case)
+    a = np.full((2,), 0.9999, np.float32)
+    oracle = Oracle(a, b)
+    h = np.asarray(linear_scan(a, b))
+    check(h, oracle.values()[0])
+    assert (
+        np.abs(h - oracle.values()[0].value).max() < 2e-5 * np.abs(oracle.values()[0].value).max()
+    )
+
+
+# Factors whose product overflows or has no meaning although no state does.
+PATTERNS = {
+    "huge factors while the state is zero": ([1e30, 1e30, 1e30, 0.5], [0, 0, 0, 0]),
+    "an overflowing product meets a zero": ([1e30, 1e30, 0.0, 0.0], [0, 0, 1, 0]),
+    "up and down": ([1e30, 1e30, 1e-30, 1e-30], [1e-30, 0, 1e-6, 1e-30]),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 40])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_overflowing_products(pattern, channels):
+    factors, terms = PATTERNS[pattern]
+    length = 4096
+    a = np.tile(np.array(factors, np.float32), length // 4)
+    b = np.tile(np.array(terms, np.float32), length // 4)
+    a = np.repeat(a[:, None], channels, 1)
+    b = np.repeat(b[:, None], channels, 1)
+    rng = np.random.default_rng(0)
+    # A tail of ordinary steps reads what came out.
+    a[-1000:], b[-1000:] = rng.uniform(0.5, 1, (1000, channels)), rng.normal(size=(1000, channels))
+    h0 = np.full(channels, 1e-30 if pattern == "up and down" else 0, np.float32)
+    oracle = Oracle(a, b, h0)
+    values = oracle.values()
+    assert np.isfinite(values[0].value).all()
+    assert np.abs(values[0].value).max() < 1e38
+    # Products below the smallest normal number may count as zero.
+    for actual, expected in zip(linear_scan(a, b, h0, return_state=True), values, strict=True):
+        check(actual, Expected(expected.value, expected.bound + 1e-30))
+
+
+@pytest.mark.parametrize("length", [5, 3000])
+def test_first_factor_is_not_read(length):
+    case = Case("", (2, length, 3))
+    a, b, *_ = arguments(case)
+    rng = np.random.default_rng(1)
+    g = normal(rng, case.shape, "float32")
+
+    @jax.jit
+    def run(a):
+        h, pull = jax.vjp(linear_scan, a, b)
+        dots = jax.jvp(linear_scan, (a, b), (g, g))[1]
+        return h, dots, *pull(g)
+
+    expected = run(a)
+    for bad in (np.inf, -np.inf, np.nan):
+        spoilt = a.copy()
+        spoilt[:, 0] = bad
+        for x, y in zip(run(spoilt), expected, strict=True):
+            same(x, y)
+
+
+def test_reset_stops_infinities_and_nans():
+    case = Case("", (2, 40, 3), h0=(2, 3), reset=(40,))
+    a, b, h0, _ = arguments(case)
+    reset = np.arange(40) == 20
+    for bad in (np.inf, np.nan):
+        b_bad, a_bad = b.copy(), a.copy()
+        b_bad[:, 7] = bad
+        a_bad[:, 20] = bad
+        h = linear_scan(a_bad, b_bad, h0, reset=reset)
+        assert not np.isfinite(h[:, 7:20]).any()
+        same(h[:, 20:], linear_scan(a, b, h0, reset=reset)[:, 20:])
+        grads = jax.grad(lambda *x: jnp.sum(linear_scan(*x, reset=reset)[:, 20:]), (0, 1, 2))(
+            a_bad, b_bad, h0
+        )
+        # The factors of the poisoned segment do multiply a state that is not finite: 0 times NaN.
+        assert all(np.isfinite(g).all() for g in (grads[0][:, 20:], *grads[1:]))
+        assert not grads[0][:, 20].any()
+        assert not grads[1][:, :20].any()
+        assert not grads[2].any()
+
+
+def test_nan_stays_in_its_channel_and_spreads_forward_only():
+    case = Case("", (2, 700, 33))
+    a, b, *_ = arguments(case)
+    clean = linear_scan(a, b)
+    b[1, 300, 5] = np.nan
+    h = np.array(linear_scan(a, b))
+    assert np.isnan(h[1, 300:, 5]).all()
+    h[1, 300:, 5] = clean[1, 300:, 5]
+    same(h, clean)
+
+
+def test_E2_tiny():
+    for length in range(1, 9):
+        case = Case("", (1, length, 1))
+        check_everything(case, arguments(case))
+
+
+def test_E2_offset_buffers():
+    """A slice of a larger NumPy array has an address that is aligned to one element only."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 1 + 33 * 3)).astype(np.float32)[:, 1:].reshape(2, 33, 3)
+    check(linear_scan(a, b), Oracle(a, b).values()[0])
+
+
+def test_G4_gradients_are_fully_written():
+    """Outputs of one call land in memory that another has filled with NaN."""
+    case = Case("", (3, 1000, 7), h0=(3, 7))
+    a, b, h0, _ = arguments(case)
+    grad = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.cos(linear_scan(*x))), (0, 1, 2)))
+    jax.block_until_ready(grad(a, b, h0))
+    for _ in range(3):
+        poison = [jnp.full(case.shape, jnp.nan, jnp.float32) for _ in range(8)]
+        jax.block_until_ready(poison)
+        del poison
+        assert all(np.isfinite(g).all() for g in grad(a, b, h0))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_I1_more_than_2_to_the_31_elements():
+    shape = (2, 2**20 + 3, 1040)
+    b = jnp.ones(shape, jnp.bfloat16)
+    loss = jax.jit(lambda a, b: jnp.sum(linear_scan(a, b)[:, -1].astype(jnp.float32)))
+    h = jax.jit(lambda a, b: linear_scan(a, b)[:, -3:])(0.5, b)
+    np.testing.assert_array_equal(np.asarray(h, np.float32), 2)
+    gb = jax.jit(jax.grad(loss, 1))(0.5, b)[:, -9:]
+    expected = np.broadcast_to(0.5 ** np.arange(8, -1, -1.0)[:, None], gb.shape)
+    np.testing.assert_array_equal(np.asarray(gb, np.float32), expected)
