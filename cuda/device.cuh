@@ -1,0 +1,163 @@
+// What both kernels need: reading and writing runs of steps, and the arithmetic of one step.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace jax_scan {
+
+// The sizes that follow from the direction of the walk.
+struct Walk {
+  int64_t time;
+  bool descending;
+  int past;  // from a time to the one before it in the recurrence of h: t - past
+  __device__ explicit Walk(const Problem& p)
+      : time(p.time), descending(p.descending()), past(p.reverse ? -1 : 1) {}
+  // The time of the walk's step s.
+  __device__ int64_t at(int64_t s) const { return descending ? time - 1 - s : s; }
+  __device__ int step() const { return descending ? -1 : 1; }
+  // The walk's step at which the recurrence of h begins.
+  __device__ int64_t first_step(Op op) const { return op == Op::kCotangent ? time - 1 : 0; }
+};
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+
+// Elements in a 16-byte access.
+template <class T>
+inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+// Loads `count` (at most N) elements `stride` apart, the r-th from data[r * stride], into `out`;
+// the rest keep their values. A whole run of neighbours is read in 16-byte accesses.
+template <class S, int N, class T>
+__device__ __forceinline__ void load_run(S (&out)[N], const T* data, int64_t stride, int count) {
+  if constexpr (N % kVector<T> == 0) {
+    if (count == N && (stride == 1 || stride == -1)) {
+      const T* low = stride == 1 ? data : data - (N - 1);
+      if (reinterpret_cast<uintptr_t>(low) % 16 == 0) {
+        Pack<T, kVector<T>> packs[N / kVector<T>];
+#pragma unroll
+        for (int k = 0; k < N / kVector<T>; ++k) {
+          packs[k] = reinterpret_cast<const Pack<T, kVector<T>>*>(low)[k];
+        }
+#pragma unroll
+        for (int r = 0; r < N; ++r) {
+          const S up = load_as<S>(packs[r / kVector<T>].v[r % kVector<T>]);
+          const int q = N - 1 - r;
+          const S down = load_as<S>(packs[q / kVector<T>].v[q % kVector<T>]);
+          out[r] = stride == 1 ? up : down;
+        }
+        return;
+      }
+    }
+  }
+  if (stride == 0) {
+    const S value = count > 0 ? load_as<S>(*data) : S(0);
+#pragma unroll
+    for (int r = 0; r < N; ++r) out[r] = r < count ? value : out[r];
+  } else if (count == N) {
+#pragma unroll
+    for (int r = 0; r < N; ++r) out[r] = load_as<S>(data[r * stride]);
+  } else {
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+      if (r < count) out[r] = load_as<S>(data[r * stride]);
+    }
+  }
+}
+
+template <class S, int N, class T>
+__device__ __forceinline__ void store_run(const S (&in)[N], T* data, int64_t stride, int count) {
+  if constexpr (N % kVector<T> == 0) {
+    if (count == N && (stride == 1 || stride == -1)) {
+      T* low = stride == 1 ? data : data - (N - 1);
+      if (reinterpret_cast<uintptr_t>(low) % 16 == 0) {
+#pragma unroll
+        for (int k = 0; k < N / kVector<T>; ++k) {
+          Pack<T, kVector<T>> pack;
+#pragma unroll
+          for (int j = 0; j < kVector<T>; ++j) {
+            const int r = k * kVector<T> + j;
+            pack.v[j] = store_as<T>(stride == 1 ? in[r] : in[N - 1 - r]);
+          }
+          reinterpret_cast<Pack<T, kVector<T>>*>(low)[k] = pack;
+        }
+        return;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    if (r < count) data[r * stride] = store_as<T>(in[r]);
+  }
+}
+
+// The same for an operand whose type is known only at run time, at (outer o, inner i), times t, t +
+// direction, ...
+template <class S, int N>
+__device__ __forceinline__ void load_run(S (&out)[N], const Input& in, int64_t o, int64_t i,
+                                         int64_t t, int direction, int count) {
+  const int64_t offset = in.at.outer_offset(o) + in.at.inner_offset(i) + t * in.at.time_stride;
+  visit<S>(in.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    load_run(out, static_cast<const T*>(in.data) + offset, direction * in.at.time_stride, count);
+  });
+}
+
+template <class S>
+__device__ __forceinline__ S load_one(const Input& in, int64_t o, int64_t i, int64_t t) {
+  S value[1];
+  load_run<S, 1>(value, in, o, i, t, 1, 1);
+  return value[0];
+}
+
+template <class S>
+__device__ __forceinline__ void store_one(const Output& out, int64_t index, S value) {
+  visit<S>(out.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    static_cast<T*>(out.data)[index] = store_as<T>(value);
+  });
+}
+
+// What one step reads; for a tangent, x holds da h_prev + db.
+template <class S>
+struct Step {
+  S a;
+  S x;
+  S h;  // h_prev; cotangent only
+  bool cut;
+};
+
+// What one step writes besides the state.
+template <class S>
+struct Written {
+  S y;
+  S da_out;  // cotangent only
+};
+
+// One step of the recurrence (the formulas stand in core/problem.h). A cut is a select: the past
+// may be anything.
+template <Op kOp, class S>
+__device__ __forceinline__ Written<S> advance(S& s, const Step<S>& in) {
+  if constexpr (kOp == Op::kCotangent) {
+    const S u = in.x + s;
+    s = in.cut ? S(0) : in.a * u;
+    return {u, in.cut ? S(0) : u * in.h};
+  } else {
+    s = in.cut ? in.x : mul_add(in.a, s, in.x);
+    return {s, S(0)};
+  }
+}
+
+// The step's coefficient: d s_new / d s_old.
+template <class S>
+__device__ __forceinline__ S coefficient(const Step<S>& in) {
+  return in.cut ? S(0) : in.a;
+}
+
+}  // namespace jax_scan

@@ -1,0 +1,37 @@
+// The CUDA kernels' host interface. No allocation, no synchronisation: everything is queued on the
+// given stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/problem.h"
+#include "cuda/plan.h"
+
+namespace jax_scan {
+
+// kAuto picks the faster one; tests and measurements ask for one or the other.
+enum class Path { kAuto, kSequential, kLookback };
+
+// Queues the whole of one call. `workspace` has at least tile(...).bytes. A path that the problem
+// does not fit is cudaErrorNotSupported.
+cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream,
+                   Path path = Path::kAuto);
+
+// What a launch needs to know of the GPU.
+struct Device {
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // the most that one block can have
+  int capability_major = 0;
+};
+
+// One path each, instantiated per type of the state, or of the operands, in its own file.
+template <class S>
+cudaError_t launch_lookback(const Problem& problem, const Tiling& tiling, const Device& device,
+                            void* workspace, cudaStream_t stream);
+
+template <class A, class B, class H>
+cudaError_t launch_sequential(const Problem& problem, SequentialPlan plan, cudaStream_t stream);
+
+}  // namespace jax_scan

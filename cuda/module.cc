@@ -1,0 +1,59 @@
+// The Python module jax_scan._cuda: the handlers as capsules, and what JAX needs to know when it
+// lowers a call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cuda/handler.h"
+#include "cuda/plan.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict registrations() {
+  nb::dict targets;
+  targets["jax_scan.v1.scan"] = capsule(jax_scan_cuda_scan);
+  targets["jax_scan.v1.tangent"] = capsule(jax_scan_cuda_tangent);
+  targets["jax_scan.v1.cotangent"] = capsule(jax_scan_cuda_cotangent);
+  return targets;
+}
+
+jax_scan::Op op_named(const std::string& name) {
+  if (name == "scan") return jax_scan::Op::kScan;
+  if (name == "tangent") return jax_scan::Op::kTangent;
+  if (name == "cotangent") return jax_scan::Op::kCotangent;
+  throw nb::value_error(("op must be scan, tangent or cotangent, got " + name).c_str());
+}
+
+jax_scan::DType state_named(const std::string& text) {
+  using jax_scan::DType;
+  for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
+    if (text == jax_scan::name(t)) return t;
+  }
+  throw nb::value_error(("state must be a dtype of 32-bit reals or wider, got " + text).c_str());
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, m) {
+  m.doc() = "CUDA kernels of jax_scan, as XLA FFI handlers.";
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("architectures") = JAX_SCAN_CUDA_ARCHITECTURES;
+  m.def("registrations", registrations, "FFI target name -> handler.");
+  m.def(
+      "workspace_bytes",
+      [](const std::string& op, int64_t outer, int64_t time, int64_t inner,
+         const std::string& state) {
+        return jax_scan::tile(op_named(op), outer, time, inner, state_named(state)).bytes;
+      },
+      nb::arg("op"), nb::arg("outer"), nb::arg("time"), nb::arg("inner"), nb::arg("state"),
+      "Bytes of the result 'workspace' that a call of this size needs.");
+}

@@ -1,0 +1,7 @@
+#include "cuda/sequential.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_sequential<Complex64, Complex64, Complex64>(const Problem&,
+                                                                        SequentialPlan,
+                                                                        cudaStream_t);
+}  // namespace jax_scan
