@@ -70,6 +70,7 @@ inline void stream_end() {
 #define JAX_SCAN_END_TARGET JAX_SCAN_PRAGMA(GCC pop_options)
 // Vectors are passed between inlined functions only.
 #pragma GCC diagnostic ignored "-Wpsabi"
+// GCC 12 warns about its own _mm512_undefined_ps().
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
