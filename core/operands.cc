@@ -124,6 +124,11 @@ std::optional<DType> dtype_of(ffi::DataType t) {
   }
 }
 
+std::string name_of(const ffi::AnyBuffer& buffer) {
+  const std::optional<DType> dtype = dtype_of(buffer.element_type());
+  return dtype ? name(*dtype) : "number " + std::to_string(static_cast<int>(buffer.element_type()));
+}
+
 std::optional<DType> state_dtype_of(std::string_view text) {
   for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
     if (text == name(t)) return t;
@@ -217,6 +222,12 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
         std::string(attributes.state) + "'");
   }
 
+  if (attributes.axis < 0 || attributes.length < 0) {
+    return check.error("attributes 'axis' and 'length' must not be negative, got " +
+                       std::to_string(attributes.axis) + " and " +
+                       std::to_string(attributes.length));
+  }
+
   Call call;
   Problem& p = call.problem;
   p.op = op;
@@ -230,8 +241,7 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   const auto merge = [&](std::string_view kind, std::string_view name,
                          Dims dims) -> std::optional<ffi::Unexpected<ffi::Error>> {
     if (full.empty()) full.assign(dims.size(), 1);
-    if (dims.size() != full.size() || attributes.axis < 0 ||
-        attributes.axis >= static_cast<int64_t>(full.size())) {
+    if (dims.size() != full.size() || attributes.axis >= static_cast<int64_t>(full.size())) {
       return check.error(kind, name,
                          "has shape " + to_string(span_of(dims)) + ", expected rank " +
                              std::to_string(full.size()) + " with time axis " +
@@ -271,7 +281,8 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     const std::optional<DType> dtype = dtype_of(buffer->element_type());
     if (!dtype || !readable(*dtype, p.state)) {
       return check.error("operand", operand->name,
-                         "has a dtype that a " + std::string(name(p.state)) + " state can't read");
+                         "has dtype " + name_of(*buffer) + ", which a " +
+                             std::string(name(p.state)) + " state can't read");
     }
     input.dtype = *dtype;
     if (operand->extent == Extent::kOneStep &&
@@ -327,9 +338,9 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     const std::optional<DType> dtype = dtype_of(buffer.element_type());
     const bool one_step = result->extent == Extent::kOneStep;
     if (!dtype || !readable(*dtype, p.state) || (one_step && *dtype != p.state)) {
-      return check.error(
-          "result", result->name,
-          "has a dtype that a " + std::string(name(p.state)) + " state can't be stored in");
+      return check.error("result", result->name,
+                         "has dtype " + name_of(buffer) + ", in which a " +
+                             std::string(name(p.state)) + " state can't be stored");
     }
     output.dtype = *dtype;
     std::vector<int64_t> expected = full;

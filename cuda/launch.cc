@@ -90,21 +90,17 @@ DType state_of(DType t) { return byte_size(t) == 2 ? DType::kF32 : t; }
 
 }  // namespace
 
-cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
-  const StreamTypes types = stream_types(p);
-  const SequentialLauncher sequential = sequential_for(types);
-  const bool fits = sequential && state_of(types.b) == p.state && fits_sequential(p, types);
-  if (path == Path::kSequential && !fits) return cudaErrorNotSupported;
+cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream) {
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
-  if (fits && path != Path::kLookback) {
-    // Asked for by name, this path takes however few channels.
-    const int multiprocessors = path == Path::kSequential ? 0 : device.multiprocessors;
+
+  const StreamTypes types = stream_types(p);
+  const SequentialLauncher sequential = sequential_for(types);
+  if (sequential && state_of(types.b) == p.state && fits_sequential(p, types)) {
     const SequentialPlan plan =
-        plan_sequential(p.op, types, p.channels(), multiprocessors, device.shared_bytes);
+        plan_sequential(p.op, types, p.channels(), device.multiprocessors, device.shared_bytes);
     if (plan.warps > 0) return sequential(p, plan, stream);
-    if (path == Path::kSequential) return cudaErrorNotSupported;
   }
 
   const Tiling tiling = tile(p.op, p.outer, p.time, p.inner, p.state);

@@ -11,13 +11,8 @@
 
 namespace jax_scan {
 
-// kAuto picks the faster one; tests and measurements ask for one or the other.
-enum class Path { kAuto, kSequential, kLookback };
-
-// Queues the whole of one call. `workspace` has at least tile(...).bytes. A path that the problem
-// does not fit is cudaErrorNotSupported.
-cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream,
-                   Path path = Path::kAuto);
+// Queues the whole of one call. `workspace` has at least tile(...).bytes.
+cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream);
 
 // What a launch needs to know of the GPU.
 struct Device {

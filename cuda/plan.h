@@ -85,11 +85,16 @@ struct StreamTypes {
   DType a, b, h;
 };
 
-// The shape of the ring. Fraction of the limit at (32,4096,256), (8,2048,2048), (2,4096,4096),
-// (4,4096,2560) fp32 on an H200, by bytes of a channel in a stage x stages:
-//   scan       64 x 6: 0.91 0.91 0.95 0.87   64 x 7: 0.90 0.89 0.94 0.85   64 x 8: 0.85 0.88 0.87
-//   0.83 cotangent  32 x 10: 0.87 0.89 0.96 0.79  32 x 12: 0.86 0.88 0.95 0.76  64 x 8: 0.82 0.88
-//   0.82 0.76
+// The shape of the ring: bytes of a channel in a stage x stages. Fraction of the limit on an H200
+// in fp32, at (32,4096,256), (8,2048,2048), (2,4096,4096) and (4,4096,2560):
+// clang-format off
+//   scan       64 x 6   0.91 0.91 0.95 0.87
+//              64 x 7   0.90 0.89 0.94 0.85
+//              64 x 8   0.85 0.88 0.87 0.83
+//   cotangent  32 x 10  0.87 0.89 0.96 0.79
+//              32 x 12  0.86 0.88 0.95 0.76
+//              64 x 8   0.82 0.88 0.82 0.76
+// clang-format on
 JAX_SCAN_HD constexpr int stage_steps(Op op, StreamTypes t) {
   return (op == Op::kScan ? 64 : 32) / byte_size(t.b);
 }

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(128,
 
   S s = p.init.data ? load_one<S>(p.init, o, i, 0) : S(0);
   const S h0 = kOp != Op::kScan && p.h0.data ? load_one<S>(p.h0, o, i, 0) : S(0);
-  S da_sum = S(0);
+  S da_sum = S(0), stage_sum = S(0);  // of all stages before, and of this one
   // The first step of h's recurrence, where h_prev is h0 and, without h0, the past is cut off.
   const int64_t first = walk.first_step(kOp);
 
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(128,
     if constexpr (kOp == Op::kCotangent) {
       if (write_da) *da_out = store_as<A>(out.da_out);
       da_out += y_step;
-      da_sum = da_sum + out.da_out;
+      stage_sum = stage_sum + out.da_out;
     }
   };
 
@@ -278,6 +278,8 @@ __global__ void __launch_bounds__(128,
         one_step(stage, r, ((cuts >> r) & 1u) != 0, s0 + r == first);
       }
     }
+    da_sum = da_sum + stage_sum;
+    stage_sum = S(0);
     cuts = next_cuts;
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }

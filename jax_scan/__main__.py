@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     _print_environment(console, report["environment"])
     if on_gpu and jax_scan.kernels()["cuda"] != "available":
         console.print("[red]There is a GPU, but no kernel for it.[/]")
-        return 1
-    note = "the original problem" if shape == ORIGINAL_SHAPE else "smaller than the original's "
-    note += "" if shape == ORIGINAL_SHAPE else "x".join(map(str, ORIGINAL_SHAPE))
+        return _finish(arguments.json, report | {"ok": False})
+    original = "x".join(map(str, ORIGINAL_SHAPE))
+    note = "the original problem" if shape == ORIGINAL_SHAPE else f"in place of {original}"
     console.print(f"\nProblem: (B, L, D) = {shape}, float32; {note}")
 
     problem = _problem(shape)
@@ -82,22 +82,35 @@ def main(argv: list[str] | None = None) -> int:
     console.print(
         "[green]All values are right.[/]" if report["ok"] else "[red]A value is wrong.[/]"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return _finish(arguments.json, report)
+
+
+def _finish(file: Path | None, report: dict[str, Any]) -> int:
+    """Writes the report, if it is wanted, and returns the exit code."""
+    if file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if report["ok"] else 1
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     def sizes(text: str) -> tuple[int, ...]:
-        shape = tuple(int(n) for n in text.split(","))
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(text)
-        return shape
+        parts = text.split(",")
+        if len(parts) != 3 or not all(n.isdecimal() and int(n) > 0 for n in parts):
+            raise argparse.ArgumentTypeError(f"must be B,L,D, three sizes above zero, got {text!r}")
+        return tuple(map(int, parts))
+
+    def writable(text: str) -> Path:
+        path = Path(text)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+        return path
 
     parser = argparse.ArgumentParser(
         prog="python -m jax_scan", description="Checks and times the scan on this machine."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that is printed here")
+    parser.add_argument(
+        "--json", type=writable, metavar="FILE", help="write all that is printed here"
+    )
     parser.add_argument(
         "--shape",
         type=sizes,

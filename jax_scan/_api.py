@@ -98,7 +98,8 @@ def linear_scan(
     may differ: each is read as it is. The state is held in the least precise of the last four that
     holds a, b and h, so for 16-bit data in float32, and is rounded to the dtype of h only when it
     is stored. For complex arguments gradients follow JAX's convention (without conjugation), as
-    those of any other JAX function.
+    those of any other JAX function. On the CPU subnormal numbers count as zero, as in all that XLA
+    runs there.
 
     Raises:
         TypeError: An argument is of the wrong kind: not an array, of a dtype that is not listed,

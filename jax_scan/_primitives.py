@@ -77,10 +77,12 @@ def _abstract_eval(
     axis, _, _, has_h0, state = recurrence
     named = dict(zip(operands, avals, strict=True))
     names = [result.name for result in results]
-    if operands[0] != "a" or [n for n in op.operands if n in named] != list(operands):
+    if operands[:1] != ("a",) or [n for n in op.operands if n in named] != list(operands):
         fail(f"operands must be a and some of {op.operands}, in this order")
     if not names or [n for n in op.results if n in names] != names:
         fail(f"results must be some of {op.results}, in this order, got {names}")
+    if op is not COTANGENT and names[0] != op.results[0]:
+        fail(f"{op.results[0]} must be among the results, got {names}")
     if op is SCAN and ("b" not in named or ("h0" in named) != has_h0):
         fail(f"has_h0={has_h0} and an operand b are not what is given")
     if not has_h0 and op is not SCAN and ("dh0" in named or "dh0" in names):
@@ -98,7 +100,7 @@ def _abstract_eval(
         if name == "reset":
             if x.dtype != np.bool_:
                 fail("reset must be bool", TypeError)
-        elif x.dtype not in DTYPES or (_is_complex(x.dtype) and not _is_complex(state)):
+        elif x.dtype not in DTYPES or not _holds(state, x.dtype):
             fail(f"{name} can't have dtype {x.dtype} with a {state} state", TypeError)
         if name in _ONE_STEP and (x.shape[axis] != 1 or x.dtype != state):
             fail(f"{name} must have size 1 in time and dtype {state}")
@@ -137,6 +139,14 @@ def _spec(avals: Sequence[Any], full: Sequence[int], axis: int, fail: Callable) 
             "on one device; reshard its inputs first"
         )
     return spec
+
+
+def _holds(state: np.dtype, dtype: Any) -> bool:
+    """The state loses nothing of an operand of this dtype: `readable` in core/dtype.h."""
+    double = (np.float64, np.complex128)
+    return (_is_complex(state) or not _is_complex(dtype)) and (
+        state in double or dtype not in double
+    )
 
 
 def _is_complex(dtype: Any) -> bool:

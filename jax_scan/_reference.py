@@ -184,12 +184,13 @@ def _present(operands: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
 
 def _first(recurrence: Recurrence, rank: int) -> jax.Array:
     """True at the first step; of size 1 in every axis but time."""
-    time = lax.broadcasted_iota(
-        np.int32,
-        tuple(recurrence.length if k == recurrence.axis else 1 for k in range(rank)),
-        recurrence.axis,
-    )
-    return time == (recurrence.length - 1 if recurrence.reverse else 0)
+    axis, others = recurrence.axis, recurrence.length - 1
+    if others < 0:
+        return jnp.zeros(tuple(int(k != axis) for k in range(rank)), bool)
+    # Padding needs no index, which would have to be of 64 bits in a long scan.
+    padding = [(0, 0, 0)] * rank
+    padding[axis] = (others, 0, 0) if recurrence.reverse else (0, others, 0)
+    return lax.pad(jnp.ones((1,) * rank, bool), np.False_, padding)
 
 
 def _cut(recurrence: Recurrence, operands: Operands) -> jax.Array | None:

@@ -109,9 +109,9 @@ def linear_scan(
 
     Gradients: autograd to any order and forward mode. Complex gradients follow torch's convention
     (the conjugate of JAX's). What needs no gradient costs nothing, and b is not kept for the
-    backward pass. In a vmap, jacrev or grad of ``torch.func`` the call works as well.
-    ``torch.compile`` runs it as it is, outside its graphs. A CUDA graph of torch's cannot record
-    it.
+    backward pass. In a vmap, jacrev or grad of ``torch.func`` the call works as well; torch's
+    older batched gradients (``is_grads_batched``, ``vectorize=True``) do not. ``torch.compile``
+    runs it as it is, outside its graphs. A CUDA graph of torch's cannot record it.
 
     Copies: none for a contiguous tensor at a 64-byte boundary, else one on the device.
 
@@ -129,11 +129,13 @@ def linear_scan(
     tensors = [a, b]
     if h0 is not None:
         tensors.append(h0)
-    for tensor in tensors:
+    for name, tensor in zip(("a", "b", "h0"), tensors, strict=False):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"linear_scan: a, b and h0 must be torch tensors, got {type(tensor)}")
+            raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
         if tensor.dtype not in _JAX_DTYPES:
-            raise TypeError(f"linear_scan: dtypes must be among {_NAMES}, got {tensor.dtype}")
+            raise TypeError(
+                f"linear_scan: {name} must have one of the dtypes {_NAMES}, got {tensor.dtype}"
+            )
     if reset is not None:
         if not isinstance(reset, torch.Tensor) or reset.dtype is not torch.bool:
             got = getattr(reset, "dtype", type(reset))
@@ -142,10 +144,14 @@ def linear_scan(
     if out_dtype is None:
         if a.dtype is not b.dtype:
             out_dtype = torch.promote_types(a.dtype, b.dtype)
-    elif out_dtype not in _JAX_DTYPES:
-        raise TypeError(f"linear_scan: out_dtype must be among {_NAMES}, got {out_dtype}")
+    elif not isinstance(out_dtype, torch.dtype) or out_dtype not in _JAX_DTYPES:
+        raise TypeError(f"linear_scan: out_dtype must be among {_NAMES}, got {out_dtype!r}")
+    # Programs are cached by these options, so each must be what it seems: True == 1 == 1.0.
+    axis = _api._axis(axis, b)
+    reverse = _api._flag("reverse", reverse)
+    return_state = _api._flag("return_state", return_state)
     program = _scan_program(
-        axis, bool(reverse), h0 is not None, reset is not None, bool(return_state), out_dtype
+        axis, reverse, h0 is not None, reset is not None, return_state, out_dtype
     )
     results = _apply(program, tensors)
     return (results[0], results[1]) if return_state else results[0]
@@ -198,6 +204,9 @@ class Reference(nn.Module):
 
 
 def _check_model_inputs(d_model: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(x)}")
     if a.shape != b.shape or b.ndim != 3 or b.shape[2] != d_model:
         raise ValueError(
             f"a and b must both have shape (B, L, {d_model}), "

@@ -230,6 +230,20 @@ RAW = {
     "dh0 without h0": (TANGENT, {"a": B, "dh0": B[:, :1]}, (H._replace(name="dh"),), R, "with h0"),
     "complex in a real state": (SCAN, {"a": B, "b": C}, (H,), R, "can't have dtype complex64"),
     "integers": (SCAN, {"a": B, "b": B.astype(int)}, (H,), R, "can't have dtype int64"),
+    "double in a single state": (
+        SCAN,
+        {"a": B, "b": B.astype(float)},
+        (H,),
+        R,
+        "can't have dtype float64",
+    ),
+    "the state alone": (
+        SCAN,
+        {"a": B, "b": B},
+        (Result("state", (2, 1, 3), H.dtype),),
+        R,
+        "h must be among the results",
+    ),
     "reset": (SCAN, {"a": B, "b": B, "reset": B}, (H,), R, "reset must be bool"),
 }
 

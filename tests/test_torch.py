@@ -477,6 +477,17 @@ def test_d4_results_are_given_back():
     assert len(bridge.freed) <= 1
 
 
+def test_options_that_equal_others_do_not_take_their_place():
+    a, b = (random((2, 9, 3), seed=s) for s in (1, 2))
+    for wrong in ({"axis": True}, {"axis": 1.0}, {"axis": torch.tensor(1.0)}, {"reverse": "no"}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            linear_scan(a, b, **wrong)
+    for wrong in ({"return_state": torch.ones(2)}, {"axis": [1]}, {"out_dtype": [1]}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            linear_scan(a, b, **wrong)
+    torch.testing.assert_close(linear_scan(a, b, axis=1), Reference(3)(a, b))
+
+
 @gpu
 @pytest.mark.gpu
 def test_d4_graph_capture_is_refused():

@@ -230,3 +230,15 @@ def test_N3_sixteen_bit_gradients():
     for x, y in zip(narrow, wide, strict=True):
         assert x.dtype == a.dtype
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_I1_second_order_of_a_length_beyond_32_bits(reverse):
+    """Only traced: the derivatives of derivatives hold no 32-bit index of time."""
+    x = jax.ShapeDtypeStruct((2**31 + 5,), jnp.float32)
+
+    def loss(a, b):
+        return jnp.sum(linear_scan(a, b, axis=0, reverse=reverse) ** 2)
+
+    squared = jax.grad(lambda *args: jnp.sum(jax.grad(loss)(*args) ** 2))
+    assert jax.eval_shape(squared, x, x).shape == x.shape
