@@ -79,7 +79,7 @@ def linear_scan(
             Python number will do. Its gradient has its own shape.
         b: The terms, of any rank from 1 up.
         h0: The state before the first step, of b's shape without the time axis or broadcastable to
-            it. It is converted to the dtype of the state.
+            it; a Python number will do. It is converted to the dtype of the state.
         axis: The time axis of b, by default the last but one, as in (batch, time, channels). With a
             b of rank 1 say `axis=-1`.
         reverse: Run from the end: h[t] = a[t] h[t+1] + b[t], and `h0` enters at the last index.
@@ -150,7 +150,10 @@ def linear_scan(
 def _array(name: str, x: Any) -> jax.Array:
     """`x` as a JAX array of a supported dtype."""
     if isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic)):
-        return jnp.asarray(x if isinstance(x, complex) else float(x))
+        try:
+            return jnp.asarray(x if isinstance(x, complex) else float(x))
+        except OverflowError:
+            raise ValueError(f"{name} is an int beyond the range of float64") from None
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{name} must be a JAX or NumPy array or a Python number, got {_kind(x)}")
     if isinstance(x, (np.ndarray, np.generic)):
@@ -198,6 +201,8 @@ def _flag(name: str, x: Any) -> bool:
 
 
 def _out_dtype(dtype: Any) -> np.dtype:
+    if isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(f"out_dtype must be a dtype, got an array of dtype {dtype.dtype}")
     try:
         found = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:

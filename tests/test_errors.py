@@ -60,6 +60,15 @@ BAD = [
         B,
         out_dtype=np.int32,
     ),
+    bad(
+        "array as out_dtype",
+        TypeError,
+        r"out_dtype must be a dtype, got an array",
+        B,
+        B,
+        out_dtype=B,
+    ),
+    bad("huge int", ValueError, r"a is an int beyond the range", 10**400, B),
     bad("no out_dtype", TypeError, r"out_dtype must have .* got x", B, B, out_dtype="x"),
     bad(
         "complex to real",
