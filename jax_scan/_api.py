@@ -179,7 +179,8 @@ def _reset(reset: Any) -> jax.Array:
     return reset
 
 
-def _axis(axis: Any, b: jax.Array) -> int:
+def _axis(axis: Any, b: Any) -> int:
+    """The time axis of `b`, JAX's or torch's, counted from the front."""
     if isinstance(axis, (bool, Tracer)):
         raise TypeError(f"axis must be an int, got {_kind(axis)}")
     try:
