@@ -23,6 +23,56 @@ struct Walk {
   __device__ int64_t first_step(Op op) const { return op == Op::kCotangent ? time - 1 : 0; }
 };
 
+// A value as 32-bit words, for instructions that move words.
+template <class T>
+struct Words {
+  static constexpr int kCount = sizeof(T) / 4;
+  uint32_t word[kCount];
+};
+
+template <class T>
+__device__ __forceinline__ T shuffle_up(T value, int delta) {
+  Words<T> w = internal::bit_cast<Words<T>>(value);
+#pragma unroll
+  for (int k = 0; k < Words<T>::kCount; ++k) {
+    w.word[k] = __shfl_up_sync(0xffffffffu, w.word[k], delta);
+  }
+  return internal::bit_cast<T>(w);
+}
+
+template <class T>
+__device__ __forceinline__ T shuffle_down(T value, int delta) {
+  Words<T> w = internal::bit_cast<Words<T>>(value);
+#pragma unroll
+  for (int k = 0; k < Words<T>::kCount; ++k) {
+    w.word[k] = __shfl_down_sync(0xffffffffu, w.word[k], delta);
+  }
+  return internal::bit_cast<T>(w);
+}
+
+// A map may be applied to such a state.
+template <class S>
+__device__ __forceinline__ bool state_within(S s) {
+  return magnitude(s) <= Bounds<Real<S>>::state;
+}
+
+template <class T>
+inline constexpr DType kDType = DType::kF32;
+template <>
+inline constexpr DType kDType<Float16> = DType::kF16;
+template <>
+inline constexpr DType kDType<BFloat16> = DType::kBF16;
+template <>
+inline constexpr DType kDType<double> = DType::kF64;
+template <>
+inline constexpr DType kDType<Complex64> = DType::kC64;
+template <>
+inline constexpr DType kDType<Complex128> = DType::kC128;
+
+// The type of the state for operands of type T.
+template <class T>
+using StateOf = std::conditional_t<sizeof(T) == 2, float, T>;
+
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T v[N];

@@ -33,11 +33,11 @@ ffi::Error run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (p.outer == 0 || p.time == 0 || p.inner == 0) {
     return ffi::Error::InvalidArgument("jax_scan: a call without elements must not reach the GPU");
   }
-  const Tiling tiling = tile(p.op, p.outer, p.time, p.inner, p.state);
-  if (call->workspace.bytes < tiling.bytes) {
+  const size_t needed = workspace_bytes(p.op, p.outer, p.time, p.inner, p.state);
+  if (call->workspace.bytes < needed) {
     return ffi::Error::InvalidArgument("jax_scan: result 'workspace' has " +
                                        std::to_string(call->workspace.bytes) +
-                                       " bytes, expected at least " + std::to_string(tiling.bytes));
+                                       " bytes, expected at least " + std::to_string(needed));
   }
   const cudaError_t error = launch(p, call->workspace.data, stream);
   return error == cudaSuccess ? ffi::Error::Success() : cuda_error(error);

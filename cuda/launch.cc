@@ -1,6 +1,7 @@
 #include "cuda/launch.h"
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace jax_scan {
 namespace {
@@ -81,6 +82,7 @@ cudaError_t current_device(Device& device) {
   };
   ask(cudaDevAttrMultiProcessorCount, device.multiprocessors);
   ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.shared_bytes);
+  ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.multiprocessor_shared_bytes);
   ask(cudaDevAttrComputeCapabilityMajor, device.capability_major);
   return error;
 }
@@ -88,32 +90,125 @@ cudaError_t current_device(Device& device) {
 // The dtype of the state that a 16-bit or wider type of operand asks for.
 DType state_of(DType t) { return byte_size(t) == 2 ? DType::kF32 : t; }
 
+// The operand's elements at one time and neighbouring channels, `vector` of them, can be copied in
+// one piece.
+bool in_vectors(const Problem& p, const Input& in, DType expected, int vector) {
+  if (!in.data) return true;
+  if (in.dtype != expected || in.at.outer_axes > 1 || in.at.inner_axes > 1) return false;
+  if (vector == 1) return true;
+  const auto bytes = static_cast<uintptr_t>(vector * byte_size(in.dtype));
+  if (reinterpret_cast<uintptr_t>(in.data) % bytes != 0 || !in.at.inner_contiguous() ||
+      p.inner % vector != 0 || in.at.time_stride % vector != 0) {
+    return false;
+  }
+  for (int k = 0; k < in.at.outer_axes; ++k) {
+    if (in.at.outer[k].stride % vector != 0) return false;
+  }
+  return true;
+}
+
+bool in_lines(const Problem& p, const Input& in) { return !in.data || in.at.time_stride == 1; }
+
+// Types that have kernels of lookback.cuh, and how many channels a thread of theirs holds.
+struct LookbackKernel {
+  cudaError_t (*launch)(const Problem&, const Device&, void*, cudaStream_t) = nullptr;
+  int vector = 1;
+  bool line = false;
+};
+
+bool fits(const Problem& p, StreamTypes types, int vector, bool line) {
+  const bool cotangent = p.op == Op::kCotangent;
+  const DType x = cotangent ? types.h : types.b, y = cotangent ? types.b : types.h;
+  const auto aligned_to = [&](const Output& out) {
+    return reinterpret_cast<uintptr_t>(out.data) % (vector * byte_size(out.dtype)) == 0;
+  };
+  const auto all = [&](auto&& f) { return f(p.a, types.a) && f(p.x, x) && f(p.h, types.h); };
+  const bool outputs =
+      (!p.y.data || (p.y.dtype == y && aligned_to(p.y))) &&
+      (!p.da_out.data || p.da_over_time || (p.da_out.dtype == types.a && aligned_to(p.da_out)));
+  if (!outputs || !p.x.data) return false;
+  if (p.inner == 1 && (!line || p.time < kShortestLine)) return false;
+  if (line) {
+    return p.inner == 1 && all([&](const Input& in, DType t) {
+             return in_lines(p, in) && in_vectors(p, in, t, 1);
+           });
+  }
+  return all([&](const Input& in, DType t) { return in_vectors(p, in, t, vector); });
+}
+
+template <class A, class B, class H, class Layout>
+LookbackKernel lookback_kernel() {
+  return {launch_lookback<A, B, H, Layout>, Layout::kChannels, Layout::kLine};
+}
+
+// The kernel of lookback.cuh that the problem fits, if there is one.
+LookbackKernel lookback_for(const Problem& p, StreamTypes t) {
+  using lookback::Line;
+  using lookback::Rows;
+  if (p.op == Op::kTangent || state_of(t.b) != p.state || t.b != t.h) return {};
+  const auto first = [&](std::initializer_list<LookbackKernel> kernels) {
+    for (const LookbackKernel& k : kernels) {
+      if (fits(p, t, k.vector, k.line)) return k;
+    }
+    return LookbackKernel{};
+  };
+  if (t.a == DType::kF32 && t.b == DType::kBF16) {
+    return first({lookback_kernel<float, BFloat16, BFloat16, Rows<4>>()});
+  }
+  if (t.a != t.b) return {};
+  switch (t.a) {
+    case DType::kF32:
+      return first({lookback_kernel<float, float, float, Line>(),
+                    lookback_kernel<float, float, float, Rows<4>>(),
+                    lookback_kernel<float, float, float, Rows<1>>()});
+    case DType::kF16:
+      return first({lookback_kernel<Float16, Float16, Float16, Rows<4>>()});
+    case DType::kBF16:
+      return first({lookback_kernel<BFloat16, BFloat16, BFloat16, Rows<4>>()});
+    case DType::kF64:
+      return first({lookback_kernel<double, double, double, Rows<2>>()});
+    case DType::kC64:
+      return first({lookback_kernel<Complex64, Complex64, Complex64, Rows<2>>()});
+    case DType::kC128:
+      break;
+  }
+  return {};
+}
+
 }  // namespace
 
-cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream) {
+cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
+  const StreamTypes types = stream_types(p);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
 
-  const StreamTypes types = stream_types(p);
-  const SequentialLauncher sequential = sequential_for(types);
-  if (sequential && state_of(types.b) == p.state && fits_sequential(p, types)) {
-    const SequentialPlan plan =
-        plan_sequential(p.op, types, p.channels(), device.multiprocessors, device.shared_bytes);
-    if (plan.warps > 0) return sequential(p, plan, stream);
+  if (path == Path::kAuto || path == Path::kSequential) {
+    const SequentialLauncher sequential = sequential_for(types);
+    if (sequential && state_of(types.b) == p.state && fits_sequential(p, types)) {
+      // Asked for by name, this path takes however few channels.
+      const int multiprocessors = path == Path::kSequential ? 0 : device.multiprocessors;
+      const SequentialPlan plan =
+          plan_sequential(p.op, types, p.channels(), multiprocessors, device.shared_bytes);
+      if (plan.warps > 0) return sequential(p, plan, stream);
+    }
+    if (path == Path::kSequential) return cudaErrorNotSupported;
   }
-
-  const Tiling tiling = tile(p.op, p.outer, p.time, p.inner, p.state);
-  if (tiling.tiles > INT32_MAX || tiling.groups > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (path != Path::kGeneral) {
+    const LookbackKernel lookback = lookback_for(p, types);
+    const cudaError_t queued =
+        lookback.launch ? lookback.launch(p, device, workspace, stream) : cudaErrorNotSupported;
+    if (queued != cudaErrorNotSupported || path == Path::kLookback) return queued;
+  }
   switch (p.state) {
     case DType::kF64:
-      return launch_lookback<double>(p, tiling, device, workspace, stream);
+      return launch_general<double>(p, device, workspace, stream);
     case DType::kC64:
-      return launch_lookback<Complex64>(p, tiling, device, workspace, stream);
+      return launch_general<Complex64>(p, device, workspace, stream);
     case DType::kC128:
-      return launch_lookback<Complex128>(p, tiling, device, workspace, stream);
+      return launch_general<Complex128>(p, device, workspace, stream);
     default:
-      return launch_lookback<float>(p, tiling, device, workspace, stream);
+      return launch_general<float>(p, device, workspace, stream);
   }
 }
 

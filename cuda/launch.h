@@ -11,22 +11,52 @@
 
 namespace jax_scan {
 
-// Queues the whole of one call. `workspace` has at least tile(...).bytes.
-cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream);
+// kAuto picks the faster one; tests and measurements ask for one or the other.
+enum class Path { kAuto, kSequential, kLookback, kGeneral };
+
+// Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
+// problem does not fit is cudaErrorNotSupported.
+cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream,
+                   Path path = Path::kAuto);
 
 // What a launch needs to know of the GPU.
 struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // the most that one block can have
+  int multiprocessor_shared_bytes = 0;
   int capability_major = 0;
 };
 
-// One path each, instantiated per type of the state, or of the operands, in its own file.
-template <class S>
-cudaError_t launch_lookback(const Problem& problem, const Tiling& tiling, const Device& device,
-                            void* workspace, cudaStream_t stream);
+// One path each, instantiated per type of the operands, or of the state, in its own file.
 
 template <class A, class B, class H>
 cudaError_t launch_sequential(const Problem& problem, SequentialPlan plan, cudaStream_t stream);
+
+namespace lookback {
+
+// Neighbouring channels are neighbours in memory: a thread holds kChannels of them at each step,
+// a warp rows of them.
+template <int kChannels_>
+struct Rows {
+  static constexpr int kChannels = kChannels_;
+  static constexpr bool kLine = false;
+};
+
+// Neighbouring times are neighbours in memory: a thread holds one channel, a warp a line of time.
+struct Line {
+  static constexpr int kChannels = 1;
+  static constexpr bool kLine = true;
+};
+
+}  // namespace lookback
+
+// Scan and cotangent.
+template <class A, class B, class H, class Layout>
+cudaError_t launch_lookback(const Problem& problem, const Device& device, void* workspace,
+                            cudaStream_t stream);
+
+template <class S>
+cudaError_t launch_general(const Problem& problem, const Device& device, void* workspace,
+                           cudaStream_t stream);
 
 }  // namespace jax_scan

@@ -1,630 +1,719 @@
-// The scan in a single pass over memory that is parallel in time: right for every shape, type and
-// stride.
+// The scan in a single pass over memory that is parallel in time: for few channels, and wherever
+// time is the axis along which memory runs.
 //
-// Time is cut into tiles; a block takes one tile of some channels, each of its threads `kSteps`
-// consecutive steps of one channel in registers. With the state s_in that enters the tile, the one
-// that leaves is A s_in + B, where (A, B) composes the steps' affine maps. A block
+// Time is cut into tiles; a block takes one tile of some channels into shared memory, and each of
+// its threads walks a segment of it: `kSteps` consecutive steps of one or a few neighbouring
+// channels. With the state s_in that enters the tile, the one that leaves is A s_in + B, where
+// (A, B) composes the steps' affine maps. A block
 //   1. composes its tile's map and publishes it,
 //   2. looks back: takes the state after the nearest tile that has published one and applies the
 //   maps of the tiles between, in order,
 //   3. publishes the state after its own tile, and
-//   4. runs the recurrence through its registers from the state that enters, and writes.
+//   4. runs the recurrence through its steps from the state that enters, and writes.
 // (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016, for the
 // scheme.) Unlike there, maps are applied to states one by one and in order, never composed with
 // each other, so that the bits of the result do not depend on how far a block happened to look
-// back. While it works on one tile, a block has the next one's operands copied to shared memory.
+// back. As soon as a warp is done with a tile, the next tile's operands are on their way into its
+// part of shared memory.
 //
 // A s_in + B stands for the step-by-step recurrence only while products and sums stay far from
 // overflow (Bounds). A tile for which that is not certain publishes no map; it waits for its
-// predecessor's state, walks its steps in order, and publishes what comes out. The choice depends
-// on the data alone.
+// predecessor's state, walks its segments in order, and publishes what comes out. The choice
+// depends on the data alone, channel by channel.
 #pragma once
 
+#include "cuda/chain.cuh"
+#include "cuda/copy.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "cuda/sum_over_tiles.cuh"
 
 namespace jax_scan {
 
 namespace lookback {
 
-// What a place of the packets' array holds.
-enum Kind : uint32_t { kNothing = 0, kMap = 1, kState = 2 };
-
-struct alignas(16) Packet {
-  uint32_t payload[2];
-  uint32_t kind;
-  uint32_t unused;
+// The types of a, b and h.
+template <class A_, class B_, class H_>
+struct Types {
+  using A = A_;
+  using B = B_;
+  using H = H_;
+  using S = StateOf<B>;
 };
 
-// A packet is read and written in one piece, so it needs no fence between payload and kind.
-__device__ __forceinline__ Packet read(const Packet* place) {
-  Packet p;
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "ld.relaxed.gpu.global.b128 v, [%4];\n\t"
-      "mov.b128 {lo, hi}, v;\n\t"
-      "mov.b64 {%0, %1}, lo; mov.b64 {%2, %3}, hi; }"
-      : "=r"(p.payload[0]), "=r"(p.payload[1]), "=r"(p.kind), "=r"(p.unused)
-      : "l"(place)
-      : "memory");
-  return p;
-}
-
-__device__ __forceinline__ void write(Packet* place, Packet p) {
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "mov.b64 lo, {%1, %2}; mov.b64 hi, {%3, %4};\n\t"
-      "mov.b128 v, {lo, hi};\n\t"
-      "st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(place),
-      "r"(p.payload[0]), "r"(p.payload[1]), "r"(p.kind), "r"(0u)
-      : "memory");
-}
-
-// A value as 32-bit words, for instructions that move words.
-template <class T>
-struct Words {
-  static constexpr int kCount = sizeof(T) / 4;
-  uint32_t word[kCount];
-};
-
-template <class T>
-__device__ __forceinline__ T shuffle_up(T value, int delta) {
-  Words<T> w = internal::bit_cast<Words<T>>(value);
-#pragma unroll
-  for (int k = 0; k < Words<T>::kCount; ++k) {
-    w.word[k] = __shfl_up_sync(0xffffffffu, w.word[k], delta);
-  }
-  return internal::bit_cast<T>(w);
-}
-
-template <class S>
-__device__ __forceinline__ bool state_within(S s) {
-  return magnitude(s) <= Bounds<Real<S>>::state;
-}
-
-// The packets of one lane: place k of tile t lies at base[t * tile_stride + k * lanes].
-template <class S>
-class Mailbox {
- public:
-  __device__ Mailbox(Packet* packets, const Tiling& tiling, int64_t group, int lane)
-      : base_(packets + group * kPackets * tiling.lanes + lane),
-        tile_stride_(tiling.groups * kPackets * tiling.lanes),
-        lanes_(tiling.lanes) {}
-
-  __device__ __forceinline__ void send(int64_t tile, Affine<S> map) const { put(tile, map, kMap); }
-  __device__ __forceinline__ void send(int64_t tile, S state) const { put(tile, state, kState); }
-
-  // Reads what a tile has sent: a map, or a state as `map.b`.
-  __device__ __forceinline__ Kind receive(int64_t tile, Affine<S>& map) const {
-    Packet in[kPackets];
-#pragma unroll
-    for (int k = 0; k < kPackets; ++k) in[k] = read(place(tile, k));
-    bool is_map = true, is_state = true;
-#pragma unroll
-    for (int k = 0; k < kPackets; ++k) {
-      is_map = is_map && in[k].kind == kMap;
-      is_state = is_state && (k * 8 >= static_cast<int>(sizeof(S)) || in[k].kind == kState);
-    }
-    Words<Affine<S>> words;
-#pragma unroll
-    for (int k = 0; k < Words<Affine<S>>::kCount; ++k) words.word[k] = in[k / 2].payload[k % 2];
-    map = internal::bit_cast<Affine<S>>(words);
-    if (is_state) map.b = map.a;  // a state lies at the front
-    return is_state ? kState : is_map ? kMap : kNothing;
-  }
-
- private:
-  static constexpr int kPackets = packets_per_map(sizeof(S));
-
-  __device__ __forceinline__ Packet* place(int64_t tile, int k) const {
-    return base_ + tile * tile_stride_ + k * lanes_;
-  }
-
-  template <class T>
-  __device__ __forceinline__ void put(int64_t tile, T value, Kind kind) const {
-    const Words<T> words = internal::bit_cast<Words<T>>(value);
-#pragma unroll
-    for (int k = 0; 2 * k < Words<T>::kCount; ++k) {
-      const uint32_t second = 2 * k + 1 < Words<T>::kCount ? words.word[2 * k + 1] : 0u;
-      write(place(tile, k), {{words.word[2 * k], second}, kind, 0});
-    }
-  }
-
-  Packet* base_;
-  int64_t tile_stride_;
-  int lanes_;
-};
-
-// Where one thread works in a tile.
+// A tile's place, and a thread's in it. Tiles and channels are counted in 32 bits: 64-bit divisions
+// cost a hundred instructions.
 struct Position {
-  int tile_index;  // along time
-  int group;       // of channels
-  int count;       // its steps; 0 past the last channel or the last step
-  int64_t o, i;    // its channel's outer and inner index; past the last channel, the last one's
-  int64_t s0;      // the first of its steps of the walk
+  uint32_t tile_index;
+  uint32_t group;  // of channels
+  int64_t s0;      // the first step of the thread's segment
+  uint32_t o, i;   // the thread's first channel; past the last channel, the last ones
+  bool valid;      // it is not past the last channel
 
-  __device__ Position(const Problem& p, const Tiling& tiling, int64_t ticket, int steps)
-      : tile_index(static_cast<int>(ticket / tiling.groups)),
-        group(static_cast<int>(ticket % tiling.groups)) {
-    const int thread = threadIdx.x;
-    const int64_t lane = int64_t{group} * tiling.lanes + (thread & (tiling.lanes - 1));
-    const int64_t channel = min(lane, p.channels() - 1);
-    o = channel / p.inner;
-    i = channel % p.inner;
-    s0 = tile_index * tiling.tile_steps + (thread >> tiling.lanes_log2) * steps;
-    const int64_t left = lane == channel ? p.time - s0 : 0;
-    count = static_cast<int>(max(int64_t{0}, min(left, int64_t{steps})));
+  __device__ Position(const Problem& p, const Tiling& t, uint32_t ticket, int channel,
+                      int channels_of_thread, int segment, int steps) {
+    tile_index = ticket / t.groups;
+    group = ticket - tile_index * t.groups;
+    s0 = int64_t{tile_index} * t.tile_steps + segment * steps;
+    const auto channels = static_cast<uint32_t>(p.channels());
+    const uint32_t asked = group * t.channels + channel;
+    valid = asked < channels;
+    const uint32_t flat = valid ? asked : channels - channels_of_thread;
+    o = flat / static_cast<uint32_t>(p.inner);
+    i = flat - o * static_cast<uint32_t>(p.inner);
   }
-
-  __device__ int64_t channel(const Problem& p) const { return o * p.inner + i; }
 };
 
-// An operand whose elements can be copied to shared memory ahead of their use: words, and not the
-// same at every step.
-__device__ __forceinline__ bool travels(const Input& in) {
-#if __CUDA_ARCH__ >= 800
-  return in.data && in.at.time_stride != 0 && byte_size(in.dtype) >= 4;
-#else
-  return false;
-#endif
+// What no partial product (a) and no partial result (b) of two maps in a row exceeds, from what
+// holds for each of them. Sums, so that a NaN is kept: then nothing is certain.
+template <class S, class R>
+__device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Affine<S> first,
+                                                   Affine<R> of_first) {
+  return {of_first.a + magnitude(first.a) * second.a,
+          of_first.b + (magnitude(first.b) * second.a + second.b)};
 }
 
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+// Hides where a value comes from, so that the compiler keeps it in registers instead of computing
+// it again at each use.
+__device__ __forceinline__ int64_t keep(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
 }
 
-// One slot per step and thread; every thread copies, and later takes, its own.
-template <class S, int kSteps>
+// One operand's slots in shared memory. Rows: [step][thread] vectors of kChannels elements. Line:
+// [run] runs of kSteps elements in the order of memory, each followed by 16 bytes so that no two
+// threads meet in a bank.
+template <class T, class Layout, int kSteps>
 class Slots {
  public:
-  __device__ Slots(char* shared, int operand)
-      : slots_(shared + (operand * kSteps * kTileThreads + threadIdx.x) * sizeof(S)) {}
+  static constexpr int kVectorBytes = Layout::kLine ? 16 : Layout::kChannels * sizeof(T);
+  static constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));  // of a vector
+  static constexpr int kVectors = Layout::kLine ? kSteps / kElements : kSteps;  // of a thread
+  static constexpr int kThreadBytes = kVectors * kVectorBytes + (Layout::kLine ? 16 : 0);
+  static constexpr int kBytes = kThreadBytes * kTileThreads;
+  using Vector = Pack<T, kElements>;
 
-  // Queues the copies of the steps of `at`; step s is at time at(s) - past.
-  __device__ __forceinline__ void send(const Input& in, const Walk& walk, const Position& at,
-                                       int past) const {
-#if __CUDA_ARCH__ >= 800
-    if (!travels(in)) return;
-    const int64_t t0 = walk.at(at.s0) - past;
-    visit<S>(in.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      if constexpr (sizeof(T) >= 4) {
-        const T* from = static_cast<const T*>(in.data) + in.at.outer_offset(at.o) +
-                        in.at.inner_offset(at.i) + t0 * in.at.time_stride;
-        const int64_t jump = walk.step() * in.at.time_stride;
-        const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(slots_));
-        const bool inside = past == 0 || (t0 >= 0 && t0 < walk.time);
+  __device__ Slots(const Input& in, const Walk& walk, char* shared) : in_(in) {
+    if constexpr (Layout::kLine) {
+      const int lane = threadIdx.x % 32;
+      warp_ = shared + (threadIdx.x - lane) * kThreadBytes;
+      mine_ = warp_ + (walk.descending ? 31 - lane : lane) * kThreadBytes;
+    } else {
+      mine_ = shared + threadIdx.x * kVectorBytes;
+    }
+  }
+
+  __device__ __forceinline__ Vector& operator[](int k) const {
+    constexpr int kJump = Layout::kLine ? kVectorBytes : kVectorBytes * kTileThreads;
+    return *reinterpret_cast<Vector*>(mine_ + k * kJump);
+  }
+
+  // Queues the copies of the thread's steps, or, in lines, of the warp's; step s is at time
+  // at(s) - past. What lies outside of the operand becomes zero.
+  __device__ __forceinline__ void send(const Problem& p, const Walk& walk, const Position& at,
+                                       int past, bool whole) const {
+    // One outer and one inner axis at most: see `fits` in launch.cc.
+    const T* source = static_cast<const T*>(in_.data) + at.o * in_.at.outer[0].stride +
+                      at.i * in_.at.inner[0].stride;
+    if constexpr (Layout::kLine) {
+      send_line(p, walk, at, source, past);
+    } else {
+      const int64_t stride = in_.at.time_stride;
+      const auto* from =
+          reinterpret_cast<const char*>(source + keep((walk.at(at.s0) - past) * stride));
+      const int64_t jump = keep(walk.step() * stride * static_cast<int64_t>(sizeof(T)));
+      if (whole) {
 #pragma unroll
-        for (int r = 0; r < kSteps; ++r) {
-          const bool last = past != 0 && at.s0 + r == walk.time - 1;
-          if (r < at.count && (r > 0 || inside) && !(last && past == -walk.step())) {
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to + r * kJump),
-                         "l"(from), "n"(sizeof(T))
-                         : "memory");
-          }
+        for (int k = 0; k < kVectors; ++k) {
+          copy_async<kVectorBytes>(&(*this)[k], from);
+          from += jump;
+        }
+      } else {
+#pragma unroll 4
+        for (int k = 0; k < kVectors; ++k) {
+          const int64_t time = walk.at(at.s0 + k) - past;
+          const bool inside = at.s0 + k < p.time && time >= 0 && time < p.time;
+          copy_async_or_zero<kVectorBytes>(
+              &(*this)[k], inside ? from : reinterpret_cast<const char*>(source), inside);
           from += jump;
         }
       }
-    });
-#endif
+    }
   }
 
-  __device__ __forceinline__ void take(S (&out)[kSteps], const Input& in, int count) const {
-    visit<S>(in.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
+  // Lines: writes the warp's slots, which hold results now, to memory.
+  template <class Out>
+  __device__ __forceinline__ void leave(const Problem& p, const Walk& walk, const Position& at,
+                                        Out* out) const {
+    static_assert(sizeof(Out) == sizeof(T));
+    const int64_t low = lowest_time(walk, at);
+    T* const to = reinterpret_cast<T*>(out) + int64_t{at.o} * p.time + low;
+    const bool vectors = low >= 0 && low + 32 * kSteps <= p.time && aligned(to);
+    if (vectors) {
 #pragma unroll
-      for (int r = 0; r < kSteps; ++r) {
-        if (r < count) out[r] = load_as<S>(*reinterpret_cast<const T*>(slots_ + r * kJump));
+      for (int k = 0; k < kVectors; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        reinterpret_cast<Vector*>(to)[m] = *reinterpret_cast<const Vector*>(vector_of_warp(m));
       }
-    });
+    } else {
+#pragma unroll 4
+      for (int k = 0; k < kSteps; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        if (low + m >= 0 && low + m < p.time) to[m] = *element_of_warp(m);
+      }
+    }
   }
 
  private:
-  static constexpr int kJump = kTileThreads * static_cast<int>(sizeof(S));
-  char* slots_;
-};
-
-// The steps that one thread holds. A tangent's da h_prev is added to x as soon as it is there.
-template <Op kOp, class S, int kSteps>
-struct Run {
-  S a[kSteps], x[kSteps];
-  S h[kOp == Op::kCotangent ? kSteps : 1];
-  uint32_t cuts = 0;
-
-  // Queues the copies of what can be copied ahead.
-  static __device__ __forceinline__ void send(const Problem& p, const Walk& walk,
-                                              const Position& at, char* shared) {
-    Slots<S, kSteps>(shared, 0).send(p.a, walk, at, 0);
-    Slots<S, kSteps>(shared, 1).send(p.x, walk, at, 0);
-    if constexpr (kOp != Op::kScan) Slots<S, kSteps>(shared, 2).send(p.h, walk, at, walk.past);
-    if constexpr (kOp == Op::kTangent) Slots<S, kSteps>(shared, 3).send(p.da, walk, at, 0);
+  static __device__ bool aligned(const T* data) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  }
+  // Of the warp's steps.
+  static __device__ int64_t lowest_time(const Walk& walk, const Position& at) {
+    const int64_t first = at.s0 - threadIdx.x % 32 * kSteps;
+    return walk.descending ? walk.time - first - 32 * kSteps : first;
+  }
+  // The m-th of the warp, in the order of memory.
+  __device__ char* vector_of_warp(int m) const {
+    return warp_ + m / kVectors * kThreadBytes + m % kVectors * kVectorBytes;
+  }
+  __device__ T* element_of_warp(int m) const {
+    return reinterpret_cast<T*>(warp_ + m / kSteps * kThreadBytes) + m % kSteps;
   }
 
-  // Takes what has been copied, and loads the rest. Beyond `count` steps the run is padded with the
-  // identity (a = 1, x = 0).
-  __device__ __forceinline__ void take(const Problem& p, const Walk& walk, const Position& at,
-                                       char* shared) {
-    const int64_t t0 = walk.at(at.s0);
+  __device__ __forceinline__ void send_line(const Problem& p, const Walk& walk, const Position& at,
+                                            const T* source, int past) const {
+    const int64_t low = lowest_time(walk, at) - past;
+    const T* const from = source + low;
+    if (low >= 0 && low + 32 * kSteps <= p.time && aligned(from)) {
 #pragma unroll
-    for (int r = 0; r < kSteps; ++r) {
-      a[r] = S(1);
-      x[r] = S(0);
-    }
-    take_operand(a, p.a, walk, at, 0, Slots<S, kSteps>(shared, 0));
-    take_operand(x, p.x, walk, at, 0, Slots<S, kSteps>(shared, 1));
-    cuts = 0;
-    if (p.reset.data) {
-      const Broadcast& b = p.reset.at;
-      const uint8_t* reset = static_cast<const uint8_t*>(p.reset.data) + b.outer_offset(at.o) +
-                             b.inner_offset(at.i) + t0 * b.time_stride;
-#pragma unroll
-      for (int r = 0; r < kSteps; ++r) {
-        if (r < at.count && reset[r * walk.step() * b.time_stride]) cuts |= 1u << r;
+      for (int k = 0; k < kVectors; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        copy_async<16>(vector_of_warp(m), reinterpret_cast<const Vector*>(from) + m);
+      }
+    } else {
+#pragma unroll 4
+      for (int k = 0; k < kSteps; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        const bool inside = low + m >= 0 && low + m < p.time;
+        copy_async_or_zero<sizeof(T)>(element_of_warp(m), inside ? from + m : source, inside);
       }
     }
-    const int64_t first = walk.first_step(kOp) - at.s0;
-    if (!p.has_h0 && first >= 0 && first < at.count) cuts |= 1u << first;
-    if constexpr (kOp == Op::kCotangent) {
-      take_past(h, p, walk, at, first, Slots<S, kSteps>(shared, 2));
-    }
-    if constexpr (kOp == Op::kTangent) {
-      if (p.da.data) {
-        S da[kSteps], past[kSteps];
-        take_past(past, p, walk, at, first, Slots<S, kSteps>(shared, 2));
-        take_operand(da, p.da, walk, at, 0, Slots<S, kSteps>(shared, 3));
+  }
+
+  const Input& in_;
+  char* mine_;
+  char* warp_ = nullptr;
+};
+
+// One thread's share of a tile: a segment of kSteps steps of kChannels channels.
+template <Op kOp, class T, class Layout>
+class Share {
+ public:
+  using A = typename T::A;
+  using X = std::conditional_t<kOp == Op::kCotangent, typename T::H, typename T::B>;
+  using Y = std::conditional_t<kOp == Op::kCotangent, typename T::B, typename T::H>;
+  using H = typename T::H;
+  using S = typename T::S;
+  static constexpr int kChannels = Layout::kChannels;
+  static constexpr int kSteps =
+      segment_steps(Layout::kLine, kChannels, std::max(sizeof(A), sizeof(X)));
+  using ASlots = Slots<A, Layout, kSteps>;
+  using XSlots = Slots<X, Layout, kSteps>;
+  using HSlots = Slots<H, Layout, kSteps>;
+  static constexpr int kBytes =
+      ASlots::kBytes + XSlots::kBytes + (kOp == Op::kCotangent ? HSlots::kBytes : 0);
+  static constexpr int kBlocks = lookback_blocks(kOp, Layout::kLine, kChannels, sizeof(S));
+  static constexpr int kVectors = XSlots::kVectors;
+  static constexpr int kElements = XSlots::kElements;
+  static constexpr int kUnroll = Layout::kLine || kChannels == 1 ? kVectors : 2;
+  static_assert(kVectors == ASlots::kVectors && kElements == ASlots::kElements);
+  static_assert(!Layout::kLine || sizeof(X) == sizeof(Y), "results take the operands' places");
+
+  // Bit step * kChannels + channel: the link to the past is cut.
+  using Cuts = std::conditional_t<kSteps * kChannels <= 32, uint32_t, uint64_t>;
+  static_assert(kSteps * kChannels <= 64);
+
+  __device__ Share(const Problem& p, const Walk& walk, char* shared)
+      : p_(p),
+        walk_(walk),
+        a_(p.a, walk, shared),
+        x_(p.x, walk, shared + ASlots::kBytes),
+        h_(p.h, walk, shared + (kOp == Op::kCotangent ? ASlots::kBytes + XSlots::kBytes : 0)) {}
+
+  // All the segments of the warp lie within the operands, and nothing of them is cut.
+  __device__ __forceinline__ bool plain(const Position& at, int stride) const {
+    const int64_t begin = at.s0 - static_cast<int>(threadIdx.x) % 32 / stride * kSteps;
+    const int64_t end = begin + 32 / stride * kSteps, first = walk_.first_step(kOp);
+    const bool has_first = first >= begin && first < end;
+    return !p_.reset.data && end <= p_.time &&
+           !(has_first && (kOp == Op::kCotangent || !p_.has_h0));
+  }
+
+  // Queues the copies of what the first reading needs, and of what only the second does.
+  __device__ __forceinline__ void send_first(const Position& at, bool plain) const {
+    a_.send(p_, walk_, at, 0, plain);
+    x_.send(p_, walk_, at, 0, plain);
+  }
+  __device__ __forceinline__ void send_second(const Position& at, bool plain) const {
+    if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, plain);
+  }
+
+  // The thread's a and x, where they are read once and held in registers, so that the next tile's
+  // can take their slots. That pays where each thread has one channel of a row; others read twice.
+  static constexpr bool kHeld = !Layout::kLine && kChannels == 1;
+  struct Held {
+    Pack<A, kElements> a[kHeld ? kVectors : 1];
+    Pack<X, kElements> x[kHeld ? kVectors : 1];
+  };
+  __device__ __forceinline__ void hold(Held& held) const {
+    if constexpr (kHeld) {
 #pragma unroll
-        for (int r = 0; r < kSteps; ++r) {
-          if (r < at.count && !((cuts >> r) & 1u)) x[r] = mul_add(da[r], past[r], x[r]);
+      for (int k = 0; k < kVectors; ++k) {
+        held.a[k] = a_[k];
+        held.x[k] = x_[k];
+      }
+    }
+  }
+
+  __device__ __forceinline__ Cuts find_cuts(const Position& at) const {
+    Cuts cuts = 0;
+    if (p_.reset.data) {
+      const Broadcast& b = p_.reset.at;
+      const uint8_t* reset = static_cast<const uint8_t*>(p_.reset.data) + b.outer_offset(at.o);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const uint8_t* of_channel = reset + b.inner_offset(at.i + c);
+#pragma unroll 8
+        for (int k = 0; k < kSteps; ++k) {
+          const int64_t time = walk_.at(min(at.s0 + k, p_.time - 1));
+          if (of_channel[time * b.time_stride]) cuts |= Cuts{1} << (k * kChannels + c);
+        }
+      }
+    }
+    const int64_t first = walk_.first_step(kOp) - at.s0;
+    if (!p_.has_h0 && first >= 0 && first < kSteps) {
+      cuts |= ((Cuts{1} << kChannels) - 1) << (first * kChannels);
+    }
+    return cuts;
+  }
+
+  // Calls f with what holds for the whole warp as types: no cuts, and, in lines, the walk's
+  // direction.
+  template <class F>
+  __device__ __forceinline__ void dispatch(bool plain, F&& f) const {
+    const auto directed = [&](auto is_plain) {
+      if (Layout::kLine && walk_.descending) {
+        f(is_plain, std::true_type{});
+      } else {
+        f(is_plain, std::false_type{});
+      }
+    };
+    if (plain) {
+      directed(std::true_type{});
+    } else {
+      directed(std::false_type{});
+    }
+  }
+
+  // The segment's map for each channel, and in `bound` what no partial product and no partial
+  // result exceeds: |A_k| <= bound.a, |B_k| <= bound.b.
+  template <bool kPlain, bool kDescending>
+  __device__ __forceinline__ void compose_steps(Affine<S> (&map)[kChannels],
+                                                Affine<Real<S>> (&bound)[kChannels],
+                                                const Held& held, Cuts cuts) const {
+#pragma unroll kUnroll
+    for (int k = 0; k < kVectors; ++k) {
+      const auto a = kHeld ? held.a[kHeld ? k : 0] : a_[place<kDescending>(k)];
+      const auto x = kHeld ? held.x[kHeld ? k : 0] : x_[place<kDescending>(k)];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const int c = Layout::kLine ? 0 : e;
+        const bool cut = !kPlain && ((cuts >> (k * kElements + e)) & 1u) != 0;
+        const Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
+                         load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
+        advance<kOp>(map[c].b, in);
+        map[c].a = coefficient(in) * map[c].a;
+        bound[c].a = larger(bound[c].a, magnitude(map[c].a));
+        bound[c].b = larger(bound[c].b, magnitude(map[c].b));
+      }
+    }
+  }
+
+  // Runs the recurrence from `s`, and writes; in lines to the slots. Sums da into `da_sum` if that
+  // is what is asked for.
+  template <bool kPlain, bool kDescending>
+  __device__ __forceinline__ void run_steps(S (&s)[kChannels], S (&da_sum)[kChannels],
+                                            const Held& held, Cuts cuts, const Position& at) const {
+    const int64_t first = walk_.first_step(kOp) - at.s0;
+    const bool uses_h = kOp == Op::kCotangent && p_.h.data;
+    S h0[kChannels];
+    if (!kPlain && kOp == Op::kCotangent && uses_h) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const bool wanted = first >= 0 && first < kSteps && p_.h0.data;
+        h0[c] = wanted ? load_one<S>(p_.h0, at.o, at.i + c, 0) : S(0);
+      }
+    }
+    const int64_t offset = keep((int64_t{at.o} * p_.time + walk_.at(at.s0)) * p_.inner + at.i);
+    const int64_t jump = keep(walk_.step() * p_.inner);
+    Y* y = static_cast<Y*>(p_.y.data) + offset;
+    A* da_out = static_cast<A*>(p_.da_out.data) + offset;
+    const bool write_y = p_.y.data && at.valid;
+    const bool write_da = p_.da_out.data && !p_.da_over_time && at.valid;
+    const int64_t left = p_.time - at.s0;
+#pragma unroll kUnroll
+    for (int k = 0; k < kVectors; ++k) {
+      const auto a = kHeld ? held.a[kHeld ? k : 0] : a_[place<kDescending>(k)];
+      const auto x = kHeld ? held.x[kHeld ? k : 0] : x_[place<kDescending>(k)];
+      Pack<Y, kElements> y_pack;
+      Pack<A, kElements> da_pack;
+      Pack<H, kElements> h{};
+      if constexpr (kOp == Op::kCotangent) {
+        if (uses_h) h = h_[place<kDescending>(k)];
+      }
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const int c = Layout::kLine ? 0 : e, step = Layout::kLine ? k * kElements + e : k;
+        const bool cut = !kPlain && ((cuts >> (k * kElements + e)) & 1u) != 0;
+        Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
+                   load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
+        if constexpr (kOp == Op::kCotangent) {
+          in.h = load_as<S>(h.v[element<kDescending>(e)]);
+          if (!kPlain && uses_h && step == first) in.h = h0[c];
+        }
+        const S before = s[c];
+        const Written<S> out = advance<kOp>(s[c], in);
+        if (!kPlain && step >= left) s[c] = before;
+        y_pack.v[element<kDescending>(e)] = store_as<Y>(out.y);
+        if constexpr (kOp == Op::kCotangent) {
+          da_pack.v[element<kDescending>(e)] = store_as<A>(out.da_out);
+          if (p_.da_over_time && (kPlain || step < left)) da_sum[c] = da_sum[c] + out.da_out;
+        }
+      }
+      if constexpr (Layout::kLine) {
+        reinterpret_cast<Pack<Y, kElements>&>(x_[place<kDescending>(k)]) = y_pack;
+        if constexpr (kOp == Op::kCotangent) {
+          if (uses_h) reinterpret_cast<Pack<A, kElements>&>(h_[place<kDescending>(k)]) = da_pack;
+        }
+      } else {
+        const bool inside = kPlain || k < left;
+        if (write_y && inside) *reinterpret_cast<Pack<Y, kElements>*>(y) = y_pack;
+        y += jump;
+        if constexpr (kOp == Op::kCotangent) {
+          if (write_da && inside) *reinterpret_cast<Pack<A, kElements>*>(da_out) = da_pack;
+          da_out += jump;
         }
       }
     }
   }
 
-  __device__ __forceinline__ Step<S> operator[](int r) const {
-    return {a[r], x[r], h[kOp == Op::kCotangent ? r : 0], ((cuts >> r) & 1u) != 0};
+  // Lines: the results go from the slots to memory.
+  __device__ __forceinline__ void leave(const Position& at) const {
+    if constexpr (Layout::kLine) {
+      __syncwarp();
+      if (at.valid) {
+        if (p_.y.data) x_.template leave<Y>(p_, walk_, at, static_cast<Y*>(p_.y.data));
+        if (kOp == Op::kCotangent && p_.da_out.data && !p_.da_over_time) {
+          h_.template leave<A>(p_, walk_, at, static_cast<A*>(p_.da_out.data));
+        }
+      }
+      __syncwarp();
+    }
   }
 
  private:
-  // Step s is at time at(s) - past, which must lie within the operand unless it travels.
-  static __device__ __forceinline__ void take_operand(S (&out)[kSteps], const Input& in,
-                                                      const Walk& walk, const Position& at,
-                                                      int past, const Slots<S, kSteps>& slots) {
-    if (travels(in)) {
-      slots.take(out, in, at.count);
-    } else if (in.data && at.count > 0) {
-      load_run(out, in, at.o, at.i, walk.at(at.s0) - past, walk.step(), at.count);
-    }
+  // From the order of the walk to that of memory.
+  template <bool kDescending>
+  static __device__ constexpr int place(int k) {
+    return Layout::kLine && kDescending ? kVectors - 1 - k : k;
   }
+  template <bool kDescending>
+  static __device__ constexpr int element(int e) {
+    return Layout::kLine && kDescending ? kElements - 1 - e : e;
+  }
+  // A NaN is not larger: what it spoils stays spoilt without us.
+  static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+  static __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 
-  // h one step earlier in its recurrence; before its first step that is h0.
-  static __device__ __forceinline__ void take_past(S (&out)[kSteps], const Problem& p,
-                                                   const Walk& walk, const Position& at,
-                                                   int64_t first, const Slots<S, kSteps>& slots) {
-#pragma unroll
-    for (int r = 0; r < kSteps; ++r) out[r] = S(0);
-    const bool at_first = first >= 0 && first < at.count;
-    if (!at_first || travels(p.h)) {
-      take_operand(out, p.h, walk, at, walk.past, slots);
-    } else if (p.h.data) {
-#pragma unroll
-      for (int r = 0; r < kSteps; ++r) {
-        if (r < at.count && r != first) {
-          out[r] = load_one<S>(p.h, at.o, at.i, walk.at(at.s0 + r) - walk.past);
-        }
-      }
-    }
-    if (at_first) {
-      const S h0 = p.h0.data ? load_one<S>(p.h0, at.o, at.i, 0) : S(0);
-#pragma unroll
-      for (int r = 0; r < kSteps; ++r) out[r] = r == first ? h0 : out[r];
-    }
-  }
+  const Problem& p_;
+  const Walk& walk_;
+  ASlots a_;
+  XSlots x_;
+  HSlots h_;
 };
-
-// Shared memory of the copies.
-constexpr int slots_bytes(Op op, int state_bytes) {
-  const int operands = op == Op::kScan ? 2 : op == Op::kCotangent ? 3 : 4;
-  return operands * steps_per_thread(state_bytes) * kTileThreads * state_bytes;
-}
 
 }  // namespace lookback
 
-template <Op kOp, class S>
-__global__ void __launch_bounds__(kTileThreads, blocks_per_multiprocessor(sizeof(S)))
+// `counter` hands out the tiles, unless each has a block of its own. The first
+// `tiling.chain_blocks` blocks are the chain.
+template <Op kOp, class T, class Layout>
+__global__ void __launch_bounds__(kTileThreads, lookback::Share<kOp, T, Layout>::kBlocks)
     lookback_kernel(const __grid_constant__ Problem p, const __grid_constant__ Tiling tiling,
-                    unsigned long long* counter, lookback::Packet* packets, S* sums_over_tiles) {
+                    unsigned* counter, Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
   using namespace lookback;
-  constexpr int kSteps = steps_per_thread(sizeof(S));
-  constexpr int kMostPlaces = sizeof(S) == 4 ? 4 : 2;  // read by a thread at a time
-  constexpr int kWindowPlaces = kWindowBytes / static_cast<int>(sizeof(Affine<S>));
+  using S = typename T::S;
+  using R = Real<S>;
+  using Mine = Share<kOp, T, Layout>;
+  constexpr int kChannels = Layout::kChannels;
 
-  extern __shared__ __align__(16) char shared[];  // the operands on their way
-  __shared__ Affine<S> window[kWindowPlaces];  // what predecessors have sent, [distance - 1][lane]
-  __shared__ bool is_state[kWindowPlaces];
-  __shared__ Affine<S> rows[kTileThreads];  // the map of each row of threads, [row][lane]
-  __shared__ S carry[kTileThreads];         // the state that enters, [lane]
-  __shared__ int uncertain[kTileThreads];   // [lane]: the tile's map may not stand for its steps
-  __shared__ int64_t tickets[2];
+  extern __shared__ __align__(16) char shared[];
+  __shared__ S carry[kMostChannels];       // [channel]: the state that enters
+  __shared__ int in_order[kMostChannels];  // [channel]: the last turn in which maps did not do
+  __shared__ uint32_t tickets[2];
+
+  const auto init_of = [&](uint32_t flat) {
+    const uint32_t channel = min(flat, static_cast<uint32_t>(p.channels()) - 1);
+    const uint32_t o = channel / static_cast<uint32_t>(p.inner);
+    return p.init.data ? load_one<S>(p.init, o, channel - o * static_cast<uint32_t>(p.inner), 0)
+                       : S(0);
+  };
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  if (blockIdx.x < tiling.chain_blocks) {
+    const int warps = blockDim.x / 32;
+    carry_states(mail, static_cast<int32_t>(tiling.tiles), blockIdx.x * warps + warp,
+                 tiling.chain_blocks * warps, shared, init_of);
+    return;
+  }
 
   const Walk walk(p);
-  const int thread = threadIdx.x;
-  const int lanes = tiling.lanes;
-  const int lane = thread & (lanes - 1);
-  const int segment = thread >> tiling.lanes_log2;
-  const int segments = kTileThreads >> tiling.lanes_log2;
+  const Mine mine(p, walk, shared);
+
+  // Where this thread works: lanes side by side are `stride` apart in time.
+  const int stride = Layout::kLine ? 1 : 1 << tiling.lanes_log2;
+  const int channels_of_warp = Layout::kLine ? 1 : kChannels << tiling.lanes_log2;
+  const int column = Layout::kLine ? 0 : (lane & (stride - 1)) * kChannels;  // within the warp
+  const int channel = Layout::kLine ? warp / tiling.time_warps : column;     // within the tile
+  const int segments = 32 / stride;                                          // of a warp
+  const int segment = (Layout::kLine ? warp % tiling.time_warps : warp) * segments + lane / stride;
+
+  // Behind the slots: the map of each warp, [warp][column], later of all the warps before it in
+  // time; behind these the bounds of these maps.
+  auto* const rows = reinterpret_cast<Affine<S>*>(shared + Mine::kBytes);
+  auto* const bounds = reinterpret_cast<Affine<R>*>(rows + blockDim.x / 32 * channels_of_warp);
+  const int row = warp * channels_of_warp + column;
 
   // Tiles are handed out in order, so that whoever has a tile's predecessors is running.
-  const int64_t all = tiling.tiles * tiling.groups;
+  const auto all = static_cast<uint32_t>(tiling.tiles * tiling.groups);
   // With a block for each tile that rests on blocks starting in the order of their index, as they
   // do on every GPU so far, though CUDA does not promise it.
-  const bool one_each = gridDim.x == all;
+  const uint32_t block = blockIdx.x - tiling.chain_blocks;
+  const bool one_each = gridDim.x - tiling.chain_blocks == all;
   if (thread == 0) {
-    tickets[0] = one_each ? blockIdx.x : static_cast<int64_t>(atomicAdd(counter, 1ull));
-    tickets[1] = one_each ? all : static_cast<int64_t>(atomicAdd(counter, 1ull));
+    tickets[0] = one_each ? block : atomicAdd(counter, 1u) + 1;  // it starts with all bits set
+    tickets[1] = one_each ? all : atomicAdd(counter, 1u) + 1;
   }
+  if (thread < kMostChannels) in_order[thread] = 0;
   __syncthreads();
-  const auto send = [&](int64_t ticket) {
-    if (ticket < all) {
-      Run<kOp, S, kSteps>::send(p, walk, Position(p, tiling, ticket, kSteps), shared);
-    }
-  };
-  send(tickets[0]);
+  if (tickets[0] >= all) return;
+  Position at(p, tiling, tickets[0], channel, kChannels, segment, Mine::kSteps);
+  mine.send_first(at, mine.plain(at, stride));
+  mine.send_second(at, mine.plain(at, stride));
 
-  for (int turn = 0; tickets[turn] < all; turn ^= 1) {
-    const Position at(p, tiling, tickets[turn], kSteps);
-    Run<kOp, S, kSteps> run;
-    wait_for_copies();
-    run.take(p, walk, at, shared);
-    send(tickets[turn ^ 1]);
-    if (thread < lanes) uncertain[thread] = 0;
-
-    // The map of this thread's steps, and the sums that bound every partial product and partial
-    // result on the way.
-    Affine<S> inclusive;
-    Real<S> products = 0, locals = 0;
-#pragma unroll
-    for (int r = 0; r < kSteps; ++r) {
-      const Step<S> in = run[r];
-      advance<kOp>(inclusive.b, in);
-      inclusive.a = coefficient(in) * inclusive.a;
-      products += magnitude(inclusive.a);
-      locals += magnitude(inclusive.b);
-    }
-
-    // `before`: the map of the tile's steps before this thread's. First within the warp (which
-    // holds several rows of `lanes` threads, or a part of one), then over the rows of warps.
-    for (int delta = lanes; delta < 32; delta *= 2) {
-      const Affine<S> earlier{shuffle_up(inclusive.a, delta), shuffle_up(inclusive.b, delta)};
-      if (thread % 32 >= delta) inclusive = compose(inclusive, earlier);
-    }
-    Affine<S> before;
-    if (lanes < 32) {
-      before = {shuffle_up(inclusive.a, lanes), shuffle_up(inclusive.b, lanes)};
-      if (thread % 32 < lanes) before = {};
-    }
-    const int row_threads = lanes < 32 ? 32 : lanes;
-    const int row = thread / row_threads;
-    const int row_count = kTileThreads / row_threads;
-    if (thread % row_threads >= row_threads - lanes) rows[row * lanes + lane] = inclusive;
-    __syncthreads();
-    Affine<S> rows_before;
-    for (int k = 0; k < row; ++k) rows_before = compose(rows[k * lanes + lane], rows_before);
-    before = compose(before, rows_before);
-    const bool certain = magnitude(before.a) * products <= Bounds<Real<S>>::product &&
-                         magnitude(before.b) * products + locals <= Bounds<Real<S>>::local;
-    if (!certain) atomicOr(&uncertain[lane], 1);
-    if (thread == 0)
-      tickets[turn] = one_each ? all : static_cast<int64_t>(atomicAdd(counter, 1ull));
-    __syncthreads();
-
-    // Publish the map.
-    const Mailbox<S> mailbox(packets, tiling, at.group, lane);
+  for (int turn = 1; true; ++turn) {
+    const bool plain = mine.plain(at, stride);
     const bool followed = at.tile_index + 1 < tiling.tiles;
-    Affine<S> total;
-    if (thread < lanes) {
-      for (int k = 0; k < row_count; ++k) total = compose(rows[k * lanes + lane], total);
-      if (at.tile_index > 0 && followed && !uncertain[lane]) mailbox.send(at.tile_index, total);
+    const bool owner = thread < tiling.channels;  // of a channel: it speaks for the block
+    const bool asks = thread == static_cast<int>(blockDim.x) - 1 && !one_each;
+    const uint32_t flat = at.group * tiling.channels + thread;
+    // Questions whose answers take long.
+    const uint32_t ticket = asks ? atomicAdd(counter, 1u) + 1 : all;
+    Packet<S> entering;
+    if (owner) {
+      entering = at.tile_index > 0 ? receive(mail.state(at.tile_index, flat))
+                                   : Packet<S>::tagged(Sent::kState, init_of(flat));
     }
+    const typename Mine::Cuts cuts = plain ? 0 : mine.find_cuts(at);
+    wait_for_copies();
+    if constexpr (Layout::kLine) __syncwarp();
 
-    // Look back. Each thread reads what one predecessor has sent, later, if no state was among it,
-    // what several have.
-    if (at.tile_index == 0) {
-      if (thread < lanes) {
-        carry[lane] = p.init.data ? load_one<S>(p.init, at.o, at.i, 0) : S(0);
-      }
-    } else {
-      int between = -1;  // the tiles between the nearest state and this tile
-      for (int reached = 0, places = 1; true; reached += places * segments, places = kMostPlaces) {
-        Affine<S> maps[kMostPlaces];
-        bool missing = true;
-        while (missing) {
-          missing = false;
-#pragma unroll
-          for (int k = 0; k < kMostPlaces; ++k) {
-            const int distance = reached + k * segments + segment + 1;
-            if (k >= places || distance > tiling.window || distance > at.tile_index) continue;
-            const Kind kind = mailbox.receive(at.tile_index - distance, maps[k]);
-            is_state[(distance - 1) * lanes + lane] = kind == kState;
-            missing = missing || kind == kNothing || (distance == tiling.window && kind != kState);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kMostPlaces; ++k) {
-          const int distance = reached + k * segments + segment + 1;
-          if (k >= places || distance > tiling.window || distance > at.tile_index) continue;
-          window[(distance - 1) * lanes + lane] = maps[k];
-        }
-        __syncthreads();
-        if (thread < lanes) {
-          for (int k = reached; k < reached + places * segments && between < 0; ++k) {
-            if (k < tiling.window && k < at.tile_index && is_state[k * lanes + lane]) between = k;
-          }
-        }
-        if (__syncthreads_and(thread >= lanes || between >= 0)) break;
-      }
-      if (thread < lanes) {
-        S s = window[between * lanes + lane].b;
-        bool within = true;
-#pragma unroll 4
-        for (int k = between - 1; k >= 0; --k) {
-          within = within && state_within(s);
-          s = apply(window[k * lanes + lane], s);
-        }
-        Affine<S> sent;
-        while (!within) {  // a map can't be trusted with such a state: wait for the state behind it
-          if (mailbox.receive(at.tile_index - 1, sent) == kState) {
-            s = sent.b;
-            within = true;
-          }
-        }
-        carry[lane] = s;
-      }
-    }
+    typename Mine::Held held;
+    mine.hold(held);
 
-    // Publish the state after this tile, unless it must come out of the steps themselves.
-    bool from_steps = false;
-    if (thread < lanes) {
-      from_steps = uncertain[lane] || !state_within(carry[lane]);
-      uncertain[lane] = from_steps;
-      if (!from_steps && followed) mailbox.send(at.tile_index, apply(total, carry[lane]));
-    }
-    const bool in_order = __syncthreads_or(from_steps);
-
-    // Run the steps; what they write takes the place of what they have read.
-    S last = S(0);  // the state after this thread's last step
-    const auto run_steps = [&](S s) {
+    // The map of this thread's segment; then `before`, that of the warp's segments before it.
+    Affine<S> map[kChannels], before[kChannels];
+    Affine<R> bound[kChannels];
 #pragma unroll
-      for (int r = 0; r < kSteps; ++r) {
-        const Written<S> out = advance<kOp>(s, run[r]);
-        run.x[r] = out.y;
-        if (r == at.count - 1) last = s;
-        if constexpr (kOp == Op::kCotangent) run.h[r] = out.da_out;
-      }
-      return s;
+    for (Affine<R>& b : bound) b = {R(1), R(0)};
+    mine.dispatch(plain, [&](auto is_plain, auto descending) {
+      mine.template compose_steps<is_plain.value, descending.value>(map, bound, held, cuts);
+    });
+    const uint32_t next_ticket = tickets[turn % 2];
+    const auto next_position = [&] {
+      return Position(p, tiling, next_ticket, channel, kChannels, segment, Mine::kSteps);
     };
-    // A channel whose map can be trusted is not touched by what its neighbours in the tile hold.
-    const bool trusted = !uncertain[lane];
-    if (trusted) run_steps(apply(before, carry[lane]));
-    if (in_order) {
-#pragma unroll 1
-      for (int k = 0; k < segments; ++k) {
-        if (segment == k && !trusted) carry[lane] = run_steps(carry[lane]);
-        __syncthreads();
-      }
-      if (from_steps && followed) mailbox.send(at.tile_index, carry[lane]);
+    if (Mine::kHeld && next_ticket < all) {
+      const Position next = next_position();
+      mine.send_first(next, mine.plain(next, stride));
     }
-
-    // Write.
-    if (at.count > 0) {
-      const int64_t stride = walk.step() * p.inner;
-      const int64_t offset = (at.o * p.time + walk.at(at.s0)) * p.inner + at.i;
-      if (p.y.data) {
-        visit<S>(p.y.dtype, [&](auto tag) {
-          using T = typename decltype(tag)::type;
-          store_run(run.x, static_cast<T*>(p.y.data) + offset, stride, at.count);
-        });
-      }
-      if constexpr (kOp == Op::kCotangent) {
-        if (p.da_out.data && !p.da_over_time) {
-          visit<S>(p.da_out.dtype, [&](auto tag) {
-            using T = typename decltype(tag)::type;
-            store_run(run.h, static_cast<T*>(p.da_out.data) + offset, stride, at.count);
-          });
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      for (int delta = stride; delta < 32; delta *= 2) {
+        const Affine<S> earlier{shuffle_up(map[c].a, delta), shuffle_up(map[c].b, delta)};
+        const Affine<R> bound_of{shuffle_up(bound[c].a, delta), shuffle_up(bound[c].b, delta)};
+        if (lane >= delta) {
+          bound[c] = bound_of_both(bound[c], earlier, bound_of);
+          map[c] = compose(map[c], earlier);
         }
       }
-      if (p.final.data && at.s0 + at.count == p.time) store_one(p.final, at.channel(p), last);
+      before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
+      if (lane < stride) before[c] = {};
+      if (lane >= 32 - stride) {
+        rows[row + c] = map[c];
+        bounds[row + c] = bound[c];
+      }
     }
+    __syncthreads();
 
-    // Sum da over the tile's segments, in the order of a fixed tree.
+    // The map of the tile, and the state that enters it.
+    if (asks) tickets[(turn - 1) % 2] = ticket;
+    if (one_each && thread == 0) tickets[(turn - 1) % 2] = all;
+    bool from_steps = false;
+    if (owner) {
+      Affine<S> total;
+      Affine<R> total_bound{R(1), R(0)};
+      const int first_row = Layout::kLine ? thread * tiling.time_warps : thread;
+#pragma unroll 4
+      for (int k = 0; k < tiling.time_warps; ++k) {
+        Affine<S>& map_of = rows[first_row + k * channels_of_warp];
+        const Affine<S> next = map_of;
+        total_bound = bound_of_both(bounds[first_row + k * channels_of_warp], total, total_bound);
+        map_of = total;
+        total = compose(next, total);
+      }
+      const bool certain = total_bound.a <= Bounds<R>::product && total_bound.b <= Bounds<R>::local;
+      if (followed) {
+        send(mail.map(at.tile_index, flat),
+             certain ? Packet<S>::map(total) : Packet<S>::tagged(Sent::kUnknown, S(0)));
+      }
+      while (entering.is(Sent::kNothing)) entering = receive(mail.state(at.tile_index, flat));
+      from_steps = !certain || !state_within(entering.state());
+      if (from_steps) in_order[thread] = turn;
+      carry[thread] = entering.state();
+    }
+    const int rounds = __syncthreads_or(from_steps) ? tiling.time_warps * segments : 0;
+
+    // Run the steps. A channel whose map can be trusted is not touched by what its neighbours hold;
+    // the segments of the others take turns.
+    S s[kChannels], da_sum[kChannels];
+    bool turns = false;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) turns = turns || in_order[channel + c] == turn;
+    for (int round = -1; round < rounds; ++round) {
+      if (turns ? segment == round : round < 0) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          s[c] = carry[channel + c];
+          if (in_order[channel + c] != turn) s[c] = apply(before[c], apply(rows[row + c], s[c]));
+          da_sum[c] = S(0);
+        }
+        mine.dispatch(plain, [&](auto is_plain, auto descending) {
+          mine.template run_steps<is_plain.value, descending.value>(s, da_sum, held, cuts, at);
+        });
+        if (turns) {
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) {
+            if (in_order[channel + c] == turn) carry[channel + c] = s[c];
+          }
+        }
+      }
+      if (round >= 0) __syncthreads();
+    }
+    if (from_steps && followed) {
+      send(mail.map(at.tile_index, flat), Packet<S>::tagged(Sent::kState, carry[thread]));
+    }
+    if (p.final.data && at.valid && at.s0 < p.time && at.s0 + Mine::kSteps >= p.time) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        store_one(p.final, int64_t{at.o} * p.inner + at.i + c, s[c]);
+      }
+    }
+    mine.leave(at);
+
+    // Sum da over the tile, in a fixed order.
     if constexpr (kOp == Op::kCotangent) {
       if (p.da_out.data && p.da_over_time) {
-        S sum = S(0);
-#pragma unroll
-        for (int r = 0; r < kSteps; ++r) {
-          if (r < at.count) sum = sum + run.h[r];
-        }
+        __syncthreads();
         S* const sums = reinterpret_cast<S*>(rows);
-        sums[thread] = sum;
-        for (int half = kTileThreads / 2; half >= lanes; half /= 2) {
-          __syncthreads();
-          if (thread < half) sums[thread] = sums[thread] + sums[thread + half];
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          for (int delta = 16; delta >= stride; delta /= 2) {
+            da_sum[c] = da_sum[c] + shuffle_down(da_sum[c], delta);
+          }
+          if (lane < stride) sums[row + c] = da_sum[c];
         }
-        if (thread < lanes && at.count > 0) {  // the first segment of a tile is never empty
-          sums_over_tiles[at.tile_index * p.channels() + at.channel(p)] = sums[thread];
+        __syncthreads();
+        if (owner && flat < static_cast<uint32_t>(p.channels())) {
+          S sum = S(0);
+          for (int k = 0; k < tiling.time_warps; ++k) {
+            sum =
+                sum +
+                sums[(Layout::kLine ? thread * tiling.time_warps : thread) + k * channels_of_warp];
+          }
+          sums_over_tiles[int64_t{at.tile_index} * p.channels() + flat] = sum;
         }
+        __syncthreads();
       }
     }
-    __syncthreads();
-  }
-}
 
-// da summed over time: adds the tiles' sums, in a fixed order. A block of 32 x 8 threads serves 32
-// channels.
-template <class S>
-__global__ void __launch_bounds__(256)
-    sum_over_tiles_kernel(const __grid_constant__ Problem p, const S* sums_over_tiles,
-                          int64_t tiles) {
-  __shared__ S rows[8][33];
-  const int64_t channel = int64_t{blockIdx.x} * 32 + threadIdx.x;
-  S sum = S(0);
-  if (channel < p.channels()) {
-    for (int64_t k = threadIdx.y; k < tiles; k += 8) {
-      sum = sum + sums_over_tiles[k * p.channels() + channel];
-    }
-  }
-  rows[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && channel < p.channels()) {
-    for (int k = 1; k < 8; ++k) sum = sum + rows[k][threadIdx.x];
-    store_one(p.da_out, channel, sum);
+    if (next_ticket >= all) return;
+    at = next_position();
+    if (!Mine::kHeld) mine.send_first(at, mine.plain(at, stride));
+    mine.send_second(at, mine.plain(at, stride));
   }
 }
 
 namespace lookback {
 
-template <Op kOp, class S>
-cudaError_t launch_op(const Problem& problem, const Tiling& tiling, const Device& device,
-                      void* workspace, cudaStream_t stream) {
-  auto* bytes = static_cast<unsigned char*>(workspace);
-  S* sums = reinterpret_cast<S*>(bytes + tiling.sums_offset);
-  const int64_t blocks =
-      std::min(tiling.tiles * tiling.groups,
-               int64_t{device.multiprocessors} * blocks_per_multiprocessor(sizeof(S)));
-  const auto kernel = lookback_kernel<kOp, S>;
-  const int slots = device.capability_major >= 8 ? slots_bytes(kOp, sizeof(S)) : 0;
+template <Op kOp, class T, class Layout>
+cudaError_t launch_op(const Problem& problem, const Device& device, void* workspace,
+                      cudaStream_t stream) {
+  using S = typename T::S;
+  using Mine = Share<kOp, T, Layout>;
+  const Tiling t = lookback_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
+                                   problem.channels(), problem.time);
+  const auto kernel = lookback_kernel<kOp, T, Layout>;
+  const int bytes = Mine::kBytes + t.maps_bytes;
+  if (bytes > device.shared_bytes || problem.channels() > INT32_MAX / 2 ||
+      t.tiles * int64_t{t.groups} > INT32_MAX) {
+    return cudaErrorNotSupported;
+  }
   cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, slots);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  if (tiling.tiles > 1 || blocks < tiling.groups) {
-    error = cudaMemsetAsync(workspace, 0, tiling.zeroed_bytes, stream);
+
+  auto* memory = static_cast<unsigned char*>(workspace);
+  auto* counter = reinterpret_cast<unsigned*>(memory);
+  S* sums = reinterpret_cast<S*>(memory + t.sums_offset);
+  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + t.maps_offset),
+                     reinterpret_cast<Packet<S>*>(memory + t.states_offset),
+                     int64_t{t.groups} * t.channels};
+  const int64_t all = t.tiles * t.groups;
+  const int64_t resident =
+      int64_t{device.multiprocessors} *
+      std::min(Mine::kBlocks, device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
+  const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
+  if (t.tiles > 1 || blocks < all) {
+    error = cudaMemsetAsync(memory, 0xff, t.sums_offset, stream);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<dim3(static_cast<unsigned>(blocks)), kTileThreads, slots, stream>>>(
-      problem, tiling, reinterpret_cast<unsigned long long*>(bytes),
-      reinterpret_cast<Packet*>(bytes + tiling.packets_offset), sums);
+  const dim3 grid(static_cast<unsigned>(t.chain_blocks + blocks));
+  kernel<<<grid, 32 * t.warps, bytes, stream>>>(problem, t, counter, mail, sums);
   if (problem.da_out.data && problem.da_over_time) {
-    const dim3 grid(static_cast<unsigned>((problem.channels() + 31) / 32));
-    sum_over_tiles_kernel<S><<<grid, dim3(32, 8), 0, stream>>>(problem, sums, tiling.tiles);
+    return sum_over_tiles(problem, sums, t.tiles, stream);
   }
   return cudaGetLastError();
 }
 
 }  // namespace lookback
 
-template <class S>
-cudaError_t launch_lookback(const Problem& problem, const Tiling& tiling, const Device& device,
-                            void* workspace, cudaStream_t stream) {
-  switch (problem.op) {
-    case Op::kTangent:
-      return lookback::launch_op<Op::kTangent, S>(problem, tiling, device, workspace, stream);
-    case Op::kCotangent:
-      return lookback::launch_op<Op::kCotangent, S>(problem, tiling, device, workspace, stream);
-    case Op::kScan:
-      break;
-  }
-  return lookback::launch_op<Op::kScan, S>(problem, tiling, device, workspace, stream);
+template <class A, class B, class H, class Layout>
+cudaError_t launch_lookback(const Problem& problem, const Device& device, void* workspace,
+                            cudaStream_t stream) {
+  using T = lookback::Types<A, B, H>;
+  return problem.op == Op::kCotangent
+             ? lookback::launch_op<Op::kCotangent, T, Layout>(problem, device, workspace, stream)
+             : lookback::launch_op<Op::kScan, T, Layout>(problem, device, workspace, stream);
 }
 
 }  // namespace jax_scan

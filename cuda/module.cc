@@ -52,8 +52,16 @@ NB_MODULE(_cuda, m) {
       "workspace_bytes",
       [](const std::string& op, int64_t outer, int64_t time, int64_t inner,
          const std::string& state) {
-        return jax_scan::tile(op_named(op), outer, time, inner, state_named(state)).bytes;
+        return jax_scan::workspace_bytes(op_named(op), outer, time, inner, state_named(state));
       },
       nb::arg("op"), nb::arg("outer"), nb::arg("time"), nb::arg("inner"), nb::arg("state"),
       "Bytes of the result 'workspace' that a call of this size needs.");
+  m.def(
+      "workspace_bytes_per_channel",
+      [](const std::string& op, int64_t time, const std::string& state) {
+        op_named(op);  // the same for all, so far
+        return jax_scan::workspace_bytes_per_channel(time, state_named(state));
+      },
+      nb::arg("op"), nb::arg("time"), nb::arg("state"),
+      "Bytes that do for each channel of a call, in whatever way it is divided over devices.");
 }

@@ -11,28 +11,110 @@
 
 namespace jax_scan {
 
-// ---- The single pass that is parallel in time (lookback.cuh) ----
-
-inline constexpr int kTileThreads = 256;
-
-// Steps that one thread keeps in registers: 64 bytes of each operand, in the state's type.
-JAX_SCAN_HD constexpr int steps_per_thread(int state_bytes) { return 64 / state_bytes; }
-
-// Blocks that a multiprocessor holds; each is working on one tile while the next tile's operands
-// are on their way.
-JAX_SCAN_HD constexpr int blocks_per_multiprocessor(int state_bytes) {
-  return state_bytes == 16 ? 1 : 2;
-}
-
-// Shared memory in which a block keeps the maps of its predecessors while it looks back.
-inline constexpr int kWindowBytes = 16 * 1024;
+constexpr int64_t divide_up(int64_t n, int64_t d) { return (n + d - 1) / d; }
+constexpr size_t align_up(size_t n) { return (n + 255) / 256 * 256; }
 
 // What a tile tells its successors travels in packets of 16 bytes, 8 of them payload.
 JAX_SCAN_HD constexpr int packets_per_map(int state_bytes) {
   return state_bytes > 4 ? 2 * state_bytes / 8 : 1;
 }
 
+// ---- The single pass that is parallel in time (lookback.cuh) ----
+
+inline constexpr int kTileThreads = 256;
+inline constexpr int kMostChannels = 64;  // of a tile
+
+// Shorter lines leave most of a warp without work.
+inline constexpr int kShortestLine = 256;
+
+// Blocks that a multiprocessor is meant to hold, for which registers and shared memory are shared
+// out: while one looks back, the others' operands are on their way.
+JAX_SCAN_HD constexpr int lookback_blocks(Op op, bool line, int channels_of_thread,
+                                          int state_bytes) {
+  return op == Op::kScan && state_bytes == 4 && (line || channels_of_thread > 1) ? 3 : 2;
+}
+
+// Steps of a thread's segment: 128 bytes of each operand, or 64 where they are held in registers.
+JAX_SCAN_HD constexpr int segment_steps(bool line, int channels, int bytes) {
+  return (line || channels > 1 ? 128 : 64) / bytes / channels;
+}
+
 struct Tiling {
+  int32_t warps;          // of a block
+  int32_t time_warps;     // of them, those that divide a tile's time
+  int32_t lanes_log2;     // threads of a warp side by side across channels
+  int32_t channels;       // of a tile, a power of two
+  int64_t tile_steps;     // time steps of a tile
+  int64_t tiles;          // tiles along time
+  uint32_t groups;        // tiles across channels
+  uint32_t chain_blocks;  // blocks that carry states from tile to tile
+  int32_t maps_bytes;     // shared memory for maps
+  // The workspace: a counter of the tiles handed out, maps, states, sums of da.
+  size_t maps_offset, states_offset, sums_offset;
+  size_t bytes;  // all of it
+};
+
+// Channels that one warp of the chain carries, in units of 32.
+inline constexpr int kMostTurns = 16;
+
+// `channels_of_thread` x `steps`: a thread's share; `line`: see lookback.cuh.
+constexpr Tiling lookback_tiling(bool line, int channels_of_thread, int steps, int state_bytes,
+                                 int64_t channels, int64_t time) {
+  Tiling t{};
+  t.warps = kTileThreads / 32;
+  t.time_warps = t.warps;
+  if (line) {
+    while (t.time_warps > 1 && int64_t{t.time_warps} / 2 * 32 * steps >= time) t.time_warps /= 2;
+    t.channels = t.warps / t.time_warps;
+    t.tile_steps = int64_t{t.time_warps} * 32 * steps;
+  } else {
+    const int most = channels_of_thread == 1 ? 5 : 3;
+    while (t.lanes_log2 < most && (int64_t{channels_of_thread} << t.lanes_log2) < channels) {
+      ++t.lanes_log2;
+    }
+    // Few short channels: tiles with all of time need no chain.
+    for (int lanes = t.lanes_log2; lanes >= 0; --lanes) {
+      if (divide_up(channels, int64_t{channels_of_thread} << lanes) > 264) break;
+      if (int64_t{t.warps} * (32 >> lanes) * steps >= time) {
+        t.lanes_log2 = lanes;
+        break;
+      }
+    }
+    t.channels = channels_of_thread << t.lanes_log2;
+    t.tile_steps = int64_t{t.warps} * (32 >> t.lanes_log2) * steps;
+  }
+  t.tiles = divide_up(time, t.tile_steps);
+  t.groups = static_cast<uint32_t>(divide_up(channels, t.channels));
+  t.maps_bytes = t.warps * (line ? 1 : t.channels) * 4 * state_bytes;
+  if (t.tiles > 1) {
+    const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
+    t.chain_blocks =
+        static_cast<uint32_t>(std::max(divide_up(bundles, kMostTurns * t.warps),
+                                       std::min(divide_up(bundles, t.warps), int64_t{8})));
+  }
+  const size_t places = t.tiles > 1 ? static_cast<size_t>(t.tiles) * t.groups * t.channels : 0;
+  t.maps_offset = 256;
+  t.states_offset = align_up(t.maps_offset + places * 2 * state_bytes);
+  t.sums_offset = align_up(t.states_offset + places * 2 * state_bytes);
+  t.bytes = t.sums_offset + static_cast<size_t>(t.tiles) * channels * state_bytes;
+  return t;
+}
+
+// ---- The pass for every shape, type and stride (general.cuh) ----
+
+inline constexpr int kGeneralThreads = 256;
+
+// Steps that one thread keeps in registers: 64 bytes of each operand, in the state's type.
+JAX_SCAN_HD constexpr int steps_per_thread(int state_bytes) { return 64 / state_bytes; }
+
+// Blocks that a multiprocessor holds; each is working on one tile while the next tile's operands
+// are on their way.
+JAX_SCAN_HD constexpr int general_blocks(int state_bytes) { return state_bytes == 16 ? 1 : 2; }
+
+// Shared memory in which a block keeps the maps of its predecessors while it looks back.
+inline constexpr int kGeneralWindowBytes = 16 * 1024;
+
+struct GeneralTiling {
   int32_t lanes;  // channels of a tile, a power of two
   int32_t lanes_log2;
   int32_t window;      // predecessors that one look-back may span
@@ -48,26 +130,25 @@ struct Tiling {
   size_t bytes;  // all of it
 };
 
-constexpr size_t align_up(size_t n) { return (n + 255) / 256 * 256; }
-
 // Lanes run over channels as far as neighbouring channels are neighbours in memory (32 fill a
 // 128-byte line), and over time beyond that. Short runs get more channels, so that no thread is
 // left without a step.
-constexpr Tiling tile(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
+constexpr GeneralTiling general_tiling(Op op, int64_t outer, int64_t time, int64_t inner,
+                                       DType state) {
   const int64_t channels = outer * inner;
   const int steps = steps_per_thread(byte_size(state));
-  Tiling t{};
+  GeneralTiling t{};
   t.lanes = 1;
   while (t.lanes < 32 && t.lanes < inner) t.lanes *= 2;
-  while (t.lanes < kTileThreads && t.lanes < channels &&
-         int64_t{kTileThreads} / t.lanes * steps >= 2 * time) {
+  while (t.lanes < kGeneralThreads && t.lanes < channels &&
+         int64_t{kGeneralThreads} / t.lanes * steps >= 2 * time) {
     t.lanes *= 2;
   }
   while ((1 << t.lanes_log2) < t.lanes) ++t.lanes_log2;
-  t.tile_steps = int64_t{kTileThreads} / t.lanes * steps;
+  t.tile_steps = int64_t{kGeneralThreads} / t.lanes * steps;
   t.tiles = (time + t.tile_steps - 1) / t.tile_steps;
   t.groups = (channels + t.lanes - 1) / t.lanes;
-  t.window = kWindowBytes / (2 * byte_size(state)) / t.lanes;
+  t.window = kGeneralWindowBytes / (2 * byte_size(state)) / t.lanes;
   const size_t places = static_cast<size_t>(t.tiles) * t.groups * t.lanes;
   t.packets_offset = 256;
   t.zeroed_bytes = t.tiles == 1
@@ -125,6 +206,27 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, int64_t channels,
     }
   }
   return {0, 0};
+}
+
+// ---- The workspace ----
+
+// What any of the paths needs, on any GPU. A tile of lookback.cuh has at least 128 steps, and less
+// than twice as many channels as there are.
+constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
+  const size_t channels = static_cast<size_t>(outer) * inner;
+  const size_t tiles = divide_up(time, 128), bytes = byte_size(state);
+  const size_t places = tiles * std::min(channels + kMostChannels, 2 * channels);
+  const size_t lookback = 768 + places * 4 * bytes + tiles * channels * bytes;
+  return std::max(general_tiling(op, outer, time, inner, state).bytes, lookback);
+}
+
+// n channels of a longer call never need more than n times this.
+constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
+  const size_t tiles = divide_up(time, 64), bytes = byte_size(state);
+  // The look-back path's packets, or the general path's, whose lanes are at most twice the
+  // channels.
+  const size_t packets = std::max(4 * bytes, size_t{32} * packets_per_map(byte_size(state)));
+  return 1024 + tiles * (2 * packets + 2 * bytes);
 }
 
 }  // namespace jax_scan

@@ -15,19 +15,6 @@ namespace jax_scan {
 
 namespace sequential {
 
-template <class T>
-inline constexpr DType kDType = DType::kF32;
-template <>
-inline constexpr DType kDType<Float16> = DType::kF16;
-template <>
-inline constexpr DType kDType<BFloat16> = DType::kBF16;
-template <>
-inline constexpr DType kDType<double> = DType::kF64;
-template <>
-inline constexpr DType kDType<Complex64> = DType::kC64;
-template <>
-inline constexpr DType kDType<Complex128> = DType::kC128;
-
 __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -161,9 +148,6 @@ struct Streams {
   static_assert(kRingBytes == AStream::kRingBytes + XStream::kRingBytes + DaStream::kRingBytes +
                                   HStream::kRingBytes);
 };
-
-template <class T>
-using StateOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
 }  // namespace sequential
 

@@ -1,0 +1,190 @@
+// How the state gets from tile to tile.
+//
+// A block that has composed its tile's map sends it to the chain: warps that do nothing but carry
+// the states of 32 channels each through the maps of all tiles, one after the other. From there the
+// block receives the state that enters its tile. Maps are applied to states in the order of time,
+// whatever the order in which they come, so that results do not depend on timing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device.cuh"
+#include "cuda/plan.h"
+
+namespace jax_scan {
+
+// The map h -> a h + b, or with a tag in place of `a` something else. All bits set is what a place
+// holds before anything has been sent.
+enum class Sent : uint32_t {
+  kNothing = 0xffffffffu,
+  kUnknown = 0xfffffffeu,  // the tile needs the state that enters before it can tell what comes out
+  kState = 0xfffffffdu,    // b is a state
+};
+
+template <class S>
+struct alignas(2 * sizeof(S)) Packet {
+  static constexpr int kWords = 2 * sizeof(S) / 4;
+  static constexpr int kTagWord = sizeof(S) / 4 - 1;  // of a; the tags are NaNs there
+  uint32_t word[kWords];
+
+  __device__ static Packet map(Affine<S> m) {
+    Packet p = internal::bit_cast<Packet>(m);
+    // One NaN is as good as another, but must not be taken for a tag.
+    if (p.word[kTagWord] >= static_cast<uint32_t>(Sent::kState)) p.word[kTagWord] = 0x7fffffffu;
+    return p;
+  }
+  __device__ static Packet tagged(Sent tag, S b) {
+    Packet p = internal::bit_cast<Packet>(Affine<S>{S(0), b});
+    p.word[kTagWord] = static_cast<uint32_t>(tag);
+    return p;
+  }
+  __device__ bool is(Sent tag) const { return word[kTagWord] == static_cast<uint32_t>(tag); }
+  __device__ bool is_map() const { return word[kTagWord] < static_cast<uint32_t>(Sent::kState); }
+  __device__ Affine<S> map() const { return internal::bit_cast<Affine<S>>(*this); }
+  __device__ S state() const { return map().b; }
+};
+
+// Packets are read and written in one piece, and seen by all blocks.
+__device__ __forceinline__ Packet<float> receive(const Packet<float>* place) {
+  Packet<float> p;
+  asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
+               : "=r"(p.word[0]), "=r"(p.word[1])
+               : "l"(place)
+               : "memory");
+  return p;
+}
+__device__ __forceinline__ void send(Packet<float>* place, Packet<float> p) {
+  asm volatile(
+      "{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(place),
+      "r"(p.word[0]), "r"(p.word[1])
+      : "memory");
+}
+template <class S>
+__device__ __forceinline__ Packet<S> receive(const Packet<S>* place) {
+  static_assert(sizeof(Packet<S>) == 16);
+  Packet<S> p;
+  asm volatile(
+      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
+      "ld.relaxed.gpu.global.b128 v, [%4];\n\t"
+      "mov.b128 {lo, hi}, v;\n\t"
+      "mov.b64 {%0, %1}, lo; mov.b64 {%2, %3}, hi; }"
+      : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+      : "l"(place)
+      : "memory");
+  return p;
+}
+template <class S>
+__device__ __forceinline__ void send(Packet<S>* place, Packet<S> p) {
+  asm volatile(
+      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
+      "mov.b64 lo, {%1, %2}; mov.b64 hi, {%3, %4};\n\t"
+      "mov.b128 v, {lo, hi};\n\t"
+      "st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(place),
+      "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3])
+      : "memory");
+}
+
+// The places of all tiles' packets: those to the chain, and those from it.
+template <class S>
+struct Mail {
+  Packet<S>* maps;
+  Packet<S>* states;
+  int64_t channels;  // including those that only fill up a tile
+
+  __device__ Packet<S>* map(int64_t tile, int64_t channel) const {
+    return maps + tile * channels + channel;
+  }
+  __device__ Packet<S>* state(int64_t tile, int64_t channel) const {
+    return states + tile * channels + channel;
+  }
+};
+
+// Carries a warp's states through the tiles that have sent something, from `tile` on, at most
+// kBatch. Returns how many they were.
+template <class S>
+__device__ __forceinline__ int carry_some(const Mail<S>& mail, int tiles, int tile, int64_t channel,
+                                          S& s) {
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kBatch = 64 / sizeof(S);
+  const bool inside = channel < mail.channels;
+  const Packet<S>* from = mail.map(tile, inside ? channel : 0);
+  Packet<S>* to = mail.state(tile + 1, inside ? channel : 0);
+  const int count = min(kBatch, tiles - 1 - tile);
+
+  Packet<S> packets[kBatch];
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) packets[j] = receive(from + min(j, count - 1) * mail.channels);
+
+  // The usual case is worth a straight line: all have sent maps, and no state is too large.
+  S states[kBatch];
+  bool usual = count == kBatch;
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const S before = j == 0 ? s : states[j - 1];
+    usual = usual && packets[j].is_map() && state_within(before);
+    states[j] = apply(packets[j].map(), before);
+  }
+  if (__all_sync(kAll, usual || (!inside && count == kBatch))) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (inside) send(to + j * mail.channels, Packet<S>::tagged(Sent::kState, states[j]));
+    }
+    s = states[kBatch - 1];
+    return kBatch;
+  }
+
+  // Otherwise as far as all lanes can go.
+  int ready = 0;
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const bool sent = j < count && !packets[j].is(Sent::kNothing);
+    if (ready == j && __all_sync(kAll, sent)) ready = j + 1;
+  }
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    if (j < ready && inside) {
+      if (packets[j].is_map() && state_within(s)) {
+        s = apply(packets[j].map(), s);
+      } else {
+        while (!packets[j].is(Sent::kState)) packets[j] = receive(from + j * mail.channels);
+        s = packets[j].state();
+      }
+      send(to + j * mail.channels, Packet<S>::tagged(Sent::kState, s));
+    }
+  }
+  return ready;
+}
+
+// Carries the states of this warp's channels, `warp`-th of `warps`, from the first tile, which
+// `init(channel)` enters, to the last. A warp that has several times 32 channels takes turns.
+// `memory`: one S and one int32 for each thread and turn.
+template <class S, class F>
+__device__ void carry_states(const Mail<S>& mail, int tiles, int warp, int warps, char* memory,
+                             F&& init) {
+  const int lane = threadIdx.x % 32;
+  const auto bundles = static_cast<int>((mail.channels + 31) / 32);
+  const int turns = (bundles - warp + warps - 1) / warps;
+  auto* const kept = reinterpret_cast<S*>(memory) + threadIdx.x;
+  auto* const done =
+      reinterpret_cast<int*>(memory + kMostTurns * kTileThreads * sizeof(S)) + threadIdx.x;
+  for (int k = 0; k < turns; ++k) {
+    kept[k * blockDim.x] = init(static_cast<uint32_t>(warp + k * warps) * 32 + lane);
+    done[k * blockDim.x] = 0;
+  }
+  for (bool busy = turns > 0; busy;) {
+    busy = false;
+    for (int k = 0; k < turns; ++k) {
+      const int64_t channel = int64_t{warp + k * warps} * 32 + lane;
+      const int tile = done[k * blockDim.x];
+      if (tile == tiles - 1) continue;
+      busy = true;
+      S s = kept[k * blockDim.x];
+      done[k * blockDim.x] = tile + carry_some(mail, tiles, tile, channel, s);
+      kept[k * blockDim.x] = s;
+    }
+  }
+}
+
+}  // namespace jax_scan

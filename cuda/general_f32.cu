@@ -1,0 +1,5 @@
+#include "cuda/general.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_general<float>(const Problem&, const Device&, void*, cudaStream_t);
+}  // namespace jax_scan
