@@ -116,8 +116,10 @@ def captured(function: Callable[[], Any], calls: int) -> Timed:
         function()
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream()
+    stream = None if stream == torch.cuda.default_stream() else stream
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=None if stream == torch.cuda.default_stream() else stream):
+    # JAX's threads may do meanwhile what a capture forbids to its own.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(calls):
             function()
     return Timed(graph.replay, calls, lambda _: torch.cuda.synchronize())

@@ -105,14 +105,40 @@ def backward_chain(calls: int) -> Callable[..., Any]:
     return chained
 
 
+# Programs of peers that compile slowly hold one call, in a loop.
+
+
+def forward_loop(scan: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """(factors, b) -> the last call's result."""
+
+    def looped(factors: Sequence[jax.Array], b: jax.Array) -> tuple[jax.Array]:
+        return (lax.fori_loop(0, calls, lambda _, h: scan(factors[0], h), b),)
+
+    return looped
+
+
+def backward_loop(calls: int) -> Callable[..., Any]:
+    """(pull-backs, g) -> the last call's gradients."""
+
+    def looped(pull_backs: Sequence[Any], g: jax.Array) -> tuple[Any]:
+        da = spec(jax.eval_shape(pull_backs[0], g)[0])
+        start = (lax.full(da.shape, 0, da.dtype), g)
+        return (lax.fori_loop(0, calls, lambda _, found: pull_backs[0](found[1]), start),)
+
+    return looped
+
+
 # ---- Compilation ---------------------------------------------------------------------------------
 
 
 def compile_all(traced: dict[Any, jax.stages.Traced]) -> dict[Any, Callable[..., Any]]:
     """Compiles on all cores: XLA leaves the interpreter free while it works."""
+    start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda program: program.lower().compile(), traced.values())
-        return dict(zip(traced, compiled, strict=True))
+        programs = dict(zip(traced, compiled, strict=True))
+    print(f"{len(programs)} programs compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    return programs
 
 
 def spec(tree: Any) -> Any:
