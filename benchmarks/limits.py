@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
 import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import native
 from timing import Timed, forward_chain
 
 if TYPE_CHECKING:
@@ -73,20 +69,58 @@ def backward_programs(data: Data, calls: int) -> dict[str, Program]:
     return {"XLA": (chained, (data.a, data.b, data.g))}
 
 
-# ---- With torch, in a CUDA graph -----------------------------------------------------------------
+# ---- On a GPU, in CUDA graphs of torch's ---------------------------------------------------------
 
 
-def torch_add(problem: Problem, calls: int) -> Timed | None:
-    """torch.add of arrays of b's size, in a graph; None where it would not be like for like."""
-    if jax.default_backend() != "gpu" or problem.a_shape or problem.a_dtype:
-        return None
+def graphs(problem: Problem, direction: str, calls: int) -> dict[str, Timed]:
+    """By name torch.add, where it is like for like, and plain CUDA kernels; none without torch."""
     torch = _torch()
     if torch is None:
-        return None
-    dtype = getattr(torch, problem.dtype)
-    x, y = (torch.rand(problem.shape, device="cuda").to(dtype) for _ in range(2))
-    out = torch.empty_like(x)
-    return captured(lambda: torch.add(x, y, out=out), calls)
+        return {}
+    found = {}
+    if direction == "forward" and not problem.a_shape and not problem.a_dtype:
+        dtype = getattr(torch, problem.dtype)
+        x, y = (torch.rand(problem.shape, device="cuda").to(dtype) for _ in range(2))
+        out = torch.empty_like(x)
+        found["torch.add"] = captured(lambda: torch.add(x, y, out=out), calls)
+    library = native.library("baselines.cu")
+    if library is None:
+        return found
+    library.elementwise.argtypes = [
+        *[ctypes.c_int] * 3,
+        *[ctypes.c_void_p] * 5,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    reads, writes = _streams(problem, direction)
+    words = -(-problem.moved_bytes(direction) // (reads + writes) // 16) * 4
+    arrays = [
+        torch.randint(-(2**31), 2**31, (words,), device="cuda", dtype=torch.int32)
+        for _ in range(reads)
+    ]
+    arrays += [arrays[0]] * (3 - reads) + [torch.empty_like(arrays[0]) for _ in range(writes)]
+    arrays += [arrays[3]] * (2 - writes)
+    for unroll in (1, 4):
+
+        def run(unroll: int = unroll) -> None:
+            pointers = (x.data_ptr() for x in arrays)
+            stream = torch.cuda.current_stream().cuda_stream
+            if library.elementwise(reads, writes, unroll, *pointers, words // 4, stream):
+                raise RuntimeError("the elementwise kernel can't be launched")
+
+        found[f"CUDA, {unroll} x 16 bytes"] = captured(run, calls)
+        expected = functools.reduce(torch.bitwise_xor, arrays[:reads])
+        assert torch.equal(arrays[3], expected)
+        assert writes == 1 or torch.equal(arrays[4], expected + arrays[0])
+        arrays[3].zero_()
+        arrays[4].zero_()
+    return found
+
+
+def _streams(problem: Problem, direction: str) -> tuple[int, int]:
+    """How many arrays are read and written. A broadcast `a` and its gradient don't count."""
+    reads, writes = (2, 1) if direction == "forward" else (3, 2)
+    return (reads - 1, 1) if problem.a_shape else (reads, writes)
 
 
 @functools.cache
@@ -130,16 +164,9 @@ def captured(function: Callable[[], Any], calls: int) -> Timed:
 
 @functools.cache
 def _triad() -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
+    found = native.library("triad.cc")
+    if found is None:
         raise RuntimeError("the limit on a CPU is a C++ program, but there is no c++ here")
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    library = Path(folder.name) / "triad.so"
-    source = Path(__file__).parent / "triad.cc"
-    flags = ["-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
-    found = ctypes.CDLL(str(library))
     found.triad_new.restype = ctypes.c_void_p
     found.triad_new.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_size_t, *[ctypes.c_int] * 2]
     found.triad_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -150,9 +177,7 @@ def _triad() -> ctypes.CDLL:
 @contextlib.contextmanager
 def triads(problem: Problem, direction: str, calls: int) -> Iterator[dict[str, Timed]]:
     """By name C++ loops over arrays of as many bytes, with ordinary and with streaming stores."""
-    reads, writes = (2, 1) if direction == "forward" else (3, 2)
-    if problem.a_shape:
-        reads, writes = reads - 1, 1
+    reads, writes = _streams(problem, direction)
     size = problem.moved_bytes(direction) // (reads + writes) // 4
     library = _triad()
     cores = len(os.sched_getaffinity(0))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import limits
+import native
 import peers
 import torch_peers
 from data import Checker, Data, draw, scan_of
@@ -36,8 +37,8 @@ def measure(group: list[Problem], with_peers: bool) -> Iterator[dict[str, Any]]:
     """Compiles the programs of all problems of a group at a time, then runs one by one."""
     if not with_peers:
         group = [problem._replace(peers="") for problem in group]
-    if jax.default_backend() == "gpu" and any(problem.peers == "all" for problem in group):
-        torch_peers.start_build()
+    if jax.default_backend() == "gpu":
+        native.start_build("baselines.cu")  # while XLA compiles
     parts = [_Part(problem) for problem in group]
     traced = {(k, key): t for k, part in enumerate(parts) for key, t in part.traced().items()}
     programs = compile_all(traced)
@@ -155,9 +156,7 @@ class _Part:
                 us = in_turns(found | triads, _SECONDS)
             others["XLA elementwise"] = us.pop("XLA elementwise")
         else:
-            if direction == "forward" and (timed := limits.torch_add(self.problem, calls)):
-                xla["torch.add"] = timed
-            us = in_turns(found | xla, _SECONDS)
+            us = in_turns(found | xla | limits.graphs(self.problem, direction, calls), _SECONDS)
         ours = us.pop("ours")
         best = min(us, key=lambda name: us[name])
         others |= in_turns(slow, _SECONDS) if slow else {}

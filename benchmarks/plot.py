@@ -54,7 +54,7 @@ def draw(source: Path) -> None:
     for ax, direction in zip(panels, _DIRECTIONS, strict=True):
         _draw_shares(ax, direction, groups)
     left.set_yticks(range(len(groups)), list(groups), fontsize=7)
-    left.invert_yaxis()
+    left.set_ylim(len(groups) - 0.5, -0.5)
     panels[1].tick_params(labelleft=False)
     if by_length:
         _draw_lengths(figure.add_subplot(grid[1, :]), by_length)
@@ -62,6 +62,7 @@ def draw(source: Path) -> None:
     for ax in panels:
         handles, labels = ax.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
+    entries = {name: entries[name] for name in _COLOURS if name in entries}
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"{results['device']}: share of an elementwise operation's speed")
     figure.savefig(source.with_suffix(".svg"), metadata={"Date": None})

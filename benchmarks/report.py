@@ -63,10 +63,10 @@ def header() -> dict[str, Any]:
     on_gpu = (
         "ours: chains of up to 10 calls, of 100 where a launch would be measured, in one XLA "
         "program, which is a CUDA graph; programs are queued; ours and the limits take turns; "
-        "medians. The limit is the fastest of XLA's a b + 1 and a + b and torch.add forward, of an "
-        "XLA program that reads and writes as much backward. JAX's peers: queued programs of one "
-        "call, with a loop of 10 where a launch would be measured. Other peers: CUDA graphs; "
-        "accelerated-scan in its own layout (B, D, L), FLA with log a given"
+        "medians. The limit is the fastest of XLA's a b + 1 and a + b, torch.add and plain CUDA "
+        "kernels forward, of an XLA program and CUDA kernels backward. JAX's peers: queued "
+        "programs of one call, with a loop of 10 where a launch would be measured. Other peers: "
+        "CUDA graphs; accelerated-scan in its own layout (B, D, L), FLA with log a given"
     )
     on_cpu = (
         "single calls (chains of 10 where in cache) of ours, of XLA's a b + 1 and of the limits by "

@@ -11,13 +11,10 @@ import functools
 import importlib
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import native
 from limits import captured
 
 if TYPE_CHECKING:
@@ -136,39 +133,10 @@ def _compiled_scan() -> Callable[..., Any]:
     return torch.compile(lambda a, b: scan(compose, (a, b), dim=1)[1], dynamic=False)
 
 
-# ---- baselines.cu --------------------------------------------------------------------------------
-
-
-class _Building(NamedTuple):
-    process: subprocess.Popen
-    folder: tempfile.TemporaryDirectory
-
-    @property
-    def library(self) -> Path:
-        return Path(self.folder.name) / "baselines.so"
-
-
-@functools.cache
-def start_build() -> _Building | None:
-    """Starts to compile the baselines, for the device at hand; None without nvcc."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).exists():
-        return None
-    folder = tempfile.TemporaryDirectory()
-    source = Path(__file__).parent / "baselines.cu"
-    building = f"{folder.name}/baselines.so"
-    flags = ["-O3", "-std=c++17", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
-    return _Building(subprocess.Popen([nvcc, *flags, str(source), "-o", building]), folder)
-
-
-@functools.cache
 def _library() -> ctypes.CDLL:
-    building = start_build()
-    if building is None:
+    library = native.library("baselines.cu")
+    if library is None:
         raise RuntimeError("there is no nvcc here")
-    if building.process.wait():
-        raise RuntimeError("nvcc failed")
-    library = ctypes.CDLL(str(building.library))
     library.workspace_bytes.restype = ctypes.c_int64
     library.workspace_bytes.argtypes = [ctypes.c_int64] * 3
     return library

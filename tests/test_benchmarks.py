@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,7 @@ def test_the_exact_scan_and_its_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="the limit on a CPU is a C++ program")
 def test_a_run_and_its_continuation(tmp_path):
     out = tmp_path / "cpu.json"
     command = [sys.executable, str(FOLDER / "run.py"), "--cases", "small", "--out", str(out)]
@@ -102,6 +104,5 @@ def test_a_run_and_its_continuation(tmp_path):
         assert row["ratio"] == pytest.approx(row["limit_us"] / row["ours_us"], rel=1e-2)
         assert row["peers"].keys() >= {"lax.associative_scan", "lax.scan", "NumPy"}
         assert max(row["peer_errors"].values()) < 1e-5
-    again = subprocess.run([*command, "--continue"], check=True, env=environment, timeout=200)
-    assert again.returncode == 0
+    subprocess.run([*command, "--continue"], check=True, env=environment, timeout=200)
     assert json.loads(out.read_text()) == report
