@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # On a GPU lax.scan launches kernels at each step; beyond this its rows would take the most of the
 # time.
 _LAX_SCAN_MAX = 4096
+# NumPy's loop takes some microseconds for each step.
+_NUMPY_MAX = 1 << 16
 
 
 def jax_peers(problem: Problem) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
@@ -61,7 +63,9 @@ def host_peers(problem: Problem, data: Data) -> dict[str, dict[str, Callable[[],
     if jax.default_backend() != "cpu" or problem.peers != "all":
         return found
     a, b, g = (np.asarray(x) for x in (data.a, data.b, data.g))
-    loops = {"NumPy": (_numpy_forward, _numpy_backward)}
+    loops: dict[str, tuple[Any, Any]] = {}
+    if problem.length <= _NUMPY_MAX:
+        loops["NumPy"] = (_numpy_forward, _numpy_backward)
     if importlib.util.find_spec("numba"):
         loops["numba"] = _numba_loops()
     for name, (forward, backward) in loops.items():

@@ -34,13 +34,15 @@ def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
     share the cores, one after the other. What is slow has fewer turns.
     """
     batch = _BATCH.get(jax.default_backend(), 1e-3)
-    programs, turns = {}, {}
+    programs: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    times: dict[str, list[float]] = {}
     for name, candidate in candidates.items():
         _run(candidate, 1)
         once = _run(candidate, 1)
         programs[name] = max(1, min(int(batch / once), 200))
-        turns[name] = 1 if once > seconds else 3 if once > seconds / 5 else _ROUNDS
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+        turns[name] = 0 if once > seconds else 3 if once > seconds / 5 else _ROUNDS
+        times[name] = [] if turns[name] else [once / candidate.calls]
     start = time.perf_counter()
     turn = 0
     while turn < max(turns.values()) or (time.perf_counter() - start < seconds and turn < 200):
