@@ -43,6 +43,7 @@ _THROUGH_JAX = "through JAX"
 # glibc maps arrays from 32 MB up afresh in each call, unless it is told not to, and page faults are
 # then all that one measures.
 _MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(1 << 29),
