@@ -1,0 +1,148 @@
+"""How long calls take, measured in turns; and compilation of many programs at a time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax import lax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_BATCH = {"gpu": 8e-3, "cpu": 1e-3}  # seconds of work between two looks at the clock
+_ROUNDS = 7
+
+
+class Timed(NamedTuple):
+    """A function of no arguments that starts so many calls; what it returns can be waited for."""
+
+    start: Callable[[], Any]
+    calls: int = 1
+    wait: Callable[[Any], Any] = jax.block_until_ready
+
+
+def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
+    """The median time of one call of each in microseconds.
+
+    They take turns, so that clocks, temperature and neighbours are the same for all. A turn is one
+    program or, if they are short, several: on a GPU a queue of them, on a CPU, where they would
+    share the cores, one after the other. What is slow has fewer turns.
+    """
+    batch = _BATCH.get(jax.default_backend(), 1e-3)
+    programs: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    times: dict[str, list[float]] = {}
+    for name, candidate in candidates.items():
+        _run(candidate, 1)
+        once = _run(candidate, 1)
+        programs[name] = max(1, min(int(batch / once), 200))
+        turns[name] = 0 if once > seconds else 3 if once > seconds / 5 else _ROUNDS
+        times[name] = [] if turns[name] else [once / candidate.calls]
+    start = time.perf_counter()
+    turn = 0
+    while turn < max(turns.values()) or (time.perf_counter() - start < seconds and turn < 200):
+        for name, candidate in candidates.items():
+            if turn < turns[name] or turns[name] == _ROUNDS:
+                count = programs[name]
+                times[name].append(_run(candidate, count) / (count * candidate.calls))
+        turn += 1
+    return {name: statistics.median(found) * 1e6 for name, found in times.items()}
+
+
+def _run(candidate: Timed, programs: int) -> float:
+    start = time.perf_counter()
+    if jax.default_backend() == "cpu":
+        for _ in range(programs):
+            candidate.wait(candidate.start())
+        return time.perf_counter() - start
+    # A result that is dropped at once gives its memory to the next one's. With the same addresses
+    # in each execution XLA replays a program's CUDA graph as it is, instead of updating it.
+    for _ in range(programs - 1):
+        candidate.start()
+    candidate.wait(candidate.start())
+    return time.perf_counter() - start
+
+
+# ---- Chains --------------------------------------------------------------------------------------
+#
+# A chain is a program of many calls, each of which needs the one before. By default XLA puts five
+# or more kernels that follow each other into one CUDA graph (xla_gpu_graph_min_graph_size is 5;
+# FUSION and CUSTOM_CALL are among xla_gpu_enable_command_buffer), so it is graphs that are timed,
+# of ours and of the limit alike. Barriers keep the calls apart and cost nothing.
+#
+# h is the next call's b, and db the next one's g. With factors of mean 0.8 a scan amplifies slow
+# changes five times; with a and -a by turns two calls amplify nothing more than three times.
+
+
+def forward_chain(scan: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """(factors, b, ...) -> the first call's result, and the last one's."""
+
+    def chained(factors: Sequence[jax.Array], b: jax.Array, *rest: jax.Array) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for k in range(calls):
+            found.append(lax.optimization_barrier(scan(factors[k % len(factors)], b, *rest)))
+            b = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+        return found[0], *([b] if calls > 1 else [])
+
+    return chained
+
+
+def backward_chain(calls: int) -> Callable[..., Any]:
+    """(pull-backs, g) -> the first call's gradients, and what else was computed."""
+
+    def chained(pull_backs: Sequence[Any], g: Any) -> tuple[Any, ...]:
+        found = []
+        for k in range(calls):
+            found.append(lax.optimization_barrier(pull_backs[k % len(pull_backs)](g)))
+            db = found[-1][1]
+            g = (db, g[1]) if isinstance(g, tuple) else db
+        others = [(da, *rest) for da, _, *rest in found[1:]]
+        return found[0], others, *([db] if calls > 1 else [])
+
+    return chained
+
+
+# Programs of peers that compile slowly hold one call, in a loop.
+
+
+def forward_loop(scan: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """(factors, b) -> the last call's result."""
+
+    def looped(factors: Sequence[jax.Array], b: jax.Array) -> tuple[jax.Array]:
+        return (lax.fori_loop(0, calls, lambda _, h: scan(factors[0], h), b),)
+
+    return looped
+
+
+def backward_loop(calls: int) -> Callable[..., Any]:
+    """(pull-backs, g) -> the last call's gradients."""
+
+    def looped(pull_backs: Sequence[Any], g: jax.Array) -> tuple[Any]:
+        da = spec(jax.eval_shape(pull_backs[0], g)[0])
+        start = (lax.full(da.shape, 0, da.dtype), g)
+        return (lax.fori_loop(0, calls, lambda _, found: pull_backs[0](found[1]), start),)
+
+    return looped
+
+
+# ---- Compilation ---------------------------------------------------------------------------------
+
+
+def compile_all(traced: dict[Any, jax.stages.Traced]) -> dict[Any, Callable[..., Any]]:
+    """Compiles on all cores: XLA leaves the interpreter free while it works."""
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda program: program.lower().compile(), traced.values())
+        programs = dict(zip(traced, compiled, strict=True))
+    print(f"{len(programs)} programs compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    return programs
+
+
+def spec(tree: Any) -> Any:
+    """The shapes and dtypes of arrays, or of what a traced program returns."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
