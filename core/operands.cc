@@ -384,7 +384,9 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   if (op == Op::kScan && p.has_h0 != (p.init.data != nullptr)) {
     return check.error("attribute 'has_h0' disagrees with operand 'h0'");
   }
-  if (op == Op::kScan && !p.y.data) return check.error("result", "h", "is missing");
+  if (op == Op::kScan && !p.y.data && !p.final.data) {
+    return check.error("neither 'h' nor 'state' is among the results");
+  }
   if (op == Op::kTangent && !p.y.data) return check.error("result", "dh", "is missing");
   const bool needs_h = op == Op::kTangent ? p.da.data != nullptr : p.da_out.data != nullptr;
   if (needs_h && (!p.h.data || (p.has_h0 && !p.h0.data))) {

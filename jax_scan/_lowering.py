@@ -37,8 +37,8 @@ def _with_lax(
     if op is COTANGENT:
         return _reference.cotangent(recurrence, named, results)
     function = _reference.scan if op is SCAN else _reference.tangent
-    outs = function(recurrence, named, results[0].dtype, len(results) > 1)
-    return [x for x in outs if x is not None]
+    outs = function(recurrence, named, results[0].dtype, results[-1].name in ("state", "dstate"))
+    return [x for x in outs if x is not None][-len(results) :]
 
 
 def _with_kernel(
