@@ -253,11 +253,7 @@ def _shard(
     maps = lax.all_gather(jnp.stack([product, state]), axis_name)
     products, states = maps[:, 0], maps[:, 1]
 
-    def follow(s, product, state):
-        # What starts from zero ends in H, whatever the product of the factors has become.
-        return jnp.where(s == 0, state, product * s + state)
-
-    before = _before(recurrence, axis_name, follow, operands["h0"], products, states)
+    before = _before(recurrence, axis_name, operands["h0"], states, products)
     h, last = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
     return h, last, before, products
 
@@ -281,10 +277,7 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     # A product that has overflowed must not make NaN of a tangent that is zero.
     finite = jnp.nan_to_num(products)
 
-    def follow(ds, product, dstate):
-        return product * ds + dstate
-
-    dbefore = _before(recurrence, axis_name, follow, initial, finite, dstates)
+    dbefore = _tangent_before(recurrence, axis_name, initial, dstates, finite)
     dh2, dlast2 = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
 
     # Only a derivative of the derivative reads that of A.
@@ -312,16 +305,30 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
 
 
-def _before(recurrence, axis_name, follow, first, products, states) -> jax.Array:
+def _before(recurrence, axis_name, first, states, products) -> jax.Array:
     """The state before the own shard: `first` after the maps of all shards before it, in order."""
 
-    def shard(s, maps):
-        return follow(s, *maps), s
+    def follow(s, shard):
+        state, product = shard
+        # What starts from zero ends in H, whatever has become of the product of the factors.
+        return jnp.where(s == 0, state, product * s + state), s
 
+    count = len(states)
     _, every = lax.scan(
-        shard, first, (products, states), reverse=recurrence.reverse, unroll=min(len(states), _UNROLL)
+        follow, first, (states, products), reverse=recurrence.reverse, unroll=min(count, _UNROLL)
     )
     return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
+
+
+def _tangent_before(recurrence, axis_name, first, states, products) -> jax.Array:
+    """The same for tangents, linear in `first` and `states`: a scan over the shards."""
+    shards = Recurrence(0, len(states), recurrence.reverse, True, recurrence.state)
+    operands = {"a": products, "b": states, "h0": first[None]}
+    after, _ = _primitives.scan(shards, operands, recurrence.state)
+    index, reverse = lax.axis_index(axis_name), recurrence.reverse
+    last = jnp.clip(index + (1 if reverse else -1), 0, len(states) - 1)
+    ours = lax.dynamic_index_in_dim(after, last, keepdims=False)
+    return jnp.where(index == (len(states) - 1 if reverse else 0), first, ours)
 
 
 def _like(x: jax.Array, value: float) -> jax.Array:
