@@ -113,7 +113,9 @@ def linear_scan(
     return checked(_primitives.scan, a, b, h0, *options)
 
 
-def checked(scan: Any, a: Any, b: Any, h0: Any, axis, reverse, reset, return_state, out_dtype) -> Any:
+def checked(
+    scan: Any, a: Any, b: Any, h0: Any, axis, reverse, reset, return_state, out_dtype
+) -> Any:
     """Checks the arguments of `linear_scan` and runs `scan` on them, with b's rank for all."""
     a, b = _array("a", a), _array("b", b)
     axis = _axis(axis, b)

@@ -68,12 +68,12 @@ def _with_kernel(
     if platform == "cuda" and not all(isinstance(n, int) for n in full):
         raise ValueError(f"on CUDA all sizes of a scan must be known, got {full}")
 
-    call = _partitioned if _can_partition(full, partitions) else _plain
+    split = _can_partition(full, partitions)
+    call = partial(_partitioned, partitions=partitions) if split else _plain
     outs = call(
         [_addressable(x, full, axis) for x in args],
         raw,
         full,
-        partitions,
         op=op,
         platform=platform,
         operands=operands,
@@ -85,7 +85,16 @@ def _with_kernel(
     ]
 
 
-def _plain(args, raw, full, partitions, *, op, platform, operands, recurrence) -> list[jax.Array]:
+def _plain(
+    args: list[jax.Array],
+    raw: list[Result],
+    full: Shape,
+    *,
+    op: Op,
+    platform: str,
+    operands: tuple[str, ...],
+    recurrence: Recurrence,
+) -> list[jax.Array]:
     """One call for all of it, or for what a device holds where `jax.shard_map` has split it."""
     axis = recurrence.axis
     workspace = []
@@ -105,7 +114,15 @@ def _plain(args, raw, full, partitions, *, op, platform, operands, recurrence) -
 
 
 def _partitioned(
-    args, raw, full, partitions, *, op, platform, operands, recurrence
+    args: list[jax.Array],
+    raw: list[Result],
+    full: Shape,
+    *,
+    partitions: int,
+    op: Op,
+    platform: str,
+    operands: tuple[str, ...],
+    recurrence: Recurrence,
 ) -> list[jax.Array]:
     """A call that XLA splits over its devices in every axis but time.
 
@@ -147,8 +164,9 @@ def _partitioned(
 
 
 def _can_partition(full: tuple[int, ...], partitions: int) -> bool:
-    """There is an axis besides time; and XLA's rules for sharding can't be written for sizes that
-    are not known, nor the set of an operand's repeated axes for too many.
+    """XLA has something to split, and the attributes for it can be written.
+
+    They hold sizes, which must be known, and sets of axes, one bit for each.
     """
     return 1 < len(full) < 63 and partitions > 1 and all(isinstance(n, int) for n in full)
 
@@ -175,7 +193,7 @@ def _addressable(x: jax.Array, full: tuple[int, ...], axis: int) -> jax.Array:
         return sum(k == 0 or kinds[k] != kinds[k - 1] for k in range(len(kinds)))
 
     if max(runs(range(axis)), runs(range(axis + 1, len(full)))) > _MAX_AXES:
-        return jax.numpy.broadcast_to(x, (*full[:axis], x.shape[axis], *full[axis + 1 :]))
+        return jnp.broadcast_to(x, (*full[:axis], x.shape[axis], *full[axis + 1 :]))
     return x
 
 
@@ -185,25 +203,20 @@ _custom_call.multiple_results = True
 
 
 @_custom_call.def_abstract_eval
-def _custom_call_abstract_eval(
-    *avals: Any, results: tuple[Result, ...], repeated: tuple[int, ...], **_: Any
-) -> list[Any]:
+def _custom_call_abstract_eval(*avals: Any, results: tuple[Result, ...], **_: Any) -> list[Any]:
     outs = [avals[0].update(shape=r.shape, dtype=r.dtype, weak_type=False) for r in results]
     if avals[0].sharding.mesh.empty:
         return outs
-    # With explicit axes: split like the operands. What is broadcast is split nowhere.
-    rank = len(avals[0].shape)
-    spec = [next((x.sharding.spec[k] for x in avals if x.sharding.spec[k]), None) for k in range(rank)]
-    return [
-        out.update(
-            sharding=out.sharding.update(
-                spec=PartitionSpec(*(s if n > 1 else None for s, n in zip(spec, out.shape)))
-                if len(out.shape) == rank
-                else PartitionSpec()
-            )
-        )
-        for out in outs
-    ]
+    # With explicit axes a result is split like the operands, in each axis that it has.
+    specs = [x.sharding.spec for x in avals]
+    spec = [next((s for s in over if s is not None), None) for over in zip(*specs, strict=True)]
+
+    def split(out: Any) -> Any:
+        own = spec if len(out.shape) == len(spec) else [None] * len(out.shape)
+        own = (s if n > 1 else None for s, n in zip(own, out.shape, strict=True))
+        return out.update(sharding=out.sharding.update(spec=PartitionSpec(*own)))
+
+    return [split(out) for out in outs]
 
 
 def _custom_call_lowering(
@@ -254,8 +267,8 @@ def _splitting(
     """The attributes by which XLA splits a call in all axes but the last.
 
     `num_batch_dims` is for XLA's partitioner. The rule is for Shardy, which decides how arrays are
-    sharded: each axis of an operand or result is a factor, and axes with the same factor are
-    sharded alike. An axis that is repeated, or no longer than 1, has a factor of its own.
+    sharded: every axis of an operand or result is a factor, and axes with the same factor are
+    sharded alike. A repeated axis has a factor of its own.
     """
     batch_axes = len(operands[0]) - 1
     sizes: dict[str, int] = {}
@@ -265,8 +278,7 @@ def _splitting(
     def factor(k: int, n: int, *, shared: bool) -> str:
         if shared and (k, n) in together:
             return together[k, n]
-        letters = "ijklmnopqrstuvwxyz"
-        index = len(sizes)
+        letters, index = "ijklmnopqrstuvwxyz", len(sizes)  # the names that the text form knows
         name = letters[index] if index < len(letters) else f"z_{index - len(letters) + 1}"
         sizes[name] = n
         if shared:

@@ -135,9 +135,9 @@ def _spec(avals: Sequence[Any], full: Sequence[int], axis: int, fail: Callable) 
         spec[k] = found.pop() if found else None
     if spec[axis] is not None:
         fail(
-            f"the time axis is sharded over mesh axis {spec[axis]!r}, but this scan needs all of "
-            "time on one device; reshard its inputs first, or call "
-            f"jax_scan.sequence_parallel_scan with axis_name={spec[axis]!r} and the mesh"
+            f"the time axis is sharded over mesh axis {spec[axis]!r}, but a scan needs all of time "
+            "on one device; call jax_scan.sequence_parallel_scan with b's sharding, "
+            "jax.typeof(b).sharding, or reshard a and b first"
         )
     return spec
 

@@ -25,14 +25,14 @@ import functools
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
@@ -40,8 +40,9 @@ from jax_scan import _api, _compat, _primitives
 from jax_scan._reference import Operands, Recurrence, full_shape, step_shape
 
 AxisName = str | tuple[str, ...]
+Pair = tuple[jax.Array, jax.Array]
 
-# Steps of the loop over shards that one kernel of XLA's does.
+# Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 
 
@@ -51,8 +52,8 @@ def sequence_parallel_scan(
     b: ArrayLike,
     h0: ArrayLike | None = None,
     *,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: AxisName | None = None,
+    sharding: NamedSharding | None = None,
     axis: int = -2,
     reverse: bool = False,
     reset: ArrayLike | None = None,
@@ -65,21 +66,35 @@ def sequence_parallel_scan(
     b: ArrayLike,
     h0: ArrayLike | None = None,
     *,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: AxisName | None = None,
+    sharding: NamedSharding | None = None,
     axis: int = -2,
     reverse: bool = False,
     reset: ArrayLike | None = None,
     return_state: Literal[True],
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def sequence_parallel_scan(
     a: ArrayLike,
     b: ArrayLike,
     h0: ArrayLike | None = None,
     *,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: AxisName | None = None,
+    sharding: NamedSharding | None = None,
+    axis: int = -2,
+    reverse: bool = False,
+    reset: ArrayLike | None = None,
+    return_state: bool,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def sequence_parallel_scan(
+    a: ArrayLike,
+    b: ArrayLike,
+    h0: ArrayLike | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    sharding: NamedSharding | None = None,
     axis: int = -2,
     reverse: bool = False,
     reset: ArrayLike | None = None,
@@ -88,135 +103,151 @@ def sequence_parallel_scan(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`linear_scan` of arrays whose time axis is sharded over devices.
 
-    Inside `jax.shard_map` over `axis_name` it takes what a device holds: of a, b and reset its
-    steps, of h0 all. Elsewhere give the mesh too: then the arguments are whole arrays, and only
-    time is split by hand; how other axes are sharded stays as it is.
+    Inside `jax.shard_map` give `axis_name`. The arguments are then what a device holds: of a, b and
+    reset its own steps, of h0 all. Elsewhere, in `jax.jit` or not, give b's `sharding`. The
+    arguments are then whole arrays, and the call does its own `jax.shard_map`.
 
-        h = sequence_parallel_scan(a, b, axis_name="t", mesh=mesh)
-        f = jax.shard_map(partial(sequence_parallel_scan, axis_name="t"), mesh=mesh,
-                          in_specs=(P("x", "t"), P("x", "t")), out_specs=P("x", "t"))
+        f = partial(sequence_parallel_scan, axis_name="time")
+        h = jax.shard_map(f, mesh=mesh, in_specs=P(None, "time"), out_specs=P(None, "time"))(a, b)
+        h = sequence_parallel_scan(a, b, sharding=NamedSharding(mesh, P(None, "time")))
 
-    Value and derivatives are those of `linear_scan`, of any order and in both modes, with two
-    differences. Where there is no `h0` the first factor is read: it may be anything finite. And a
-    state that is not zero passes through a shard as A s + H, where A is the product of the shard's
-    factors: if that overflows, so does what follows.
+    Value and derivatives are those of `linear_scan`, of any order and in both modes, up to
+    rounding, with two exceptions. Without `h0` the first factor is read; it must be finite. And a
+    state that is not zero passes a device's steps as A s + H, where A is the product of their
+    factors and H what they make of zero: where A overflows, so does the result.
 
-    Cost: with n devices, per channel (each index of the axes besides time) n pairs (A, H) are
-    gathered for the value, n numbers are summed and scattered for the gradient, and there is an
-    all-reduce of one for each of h0's gradient and a returned state. That is all communication,
-    however long the sequence is. Each device reads a three times and b twice and writes h once, and
-    for the gradient reads a, h and the cotangent once, a and the cotangent once more, and writes
-    the gradients of a and b once: 13 passes over its share where `linear_scan` has 8. A forward-mode
-    derivative reads and writes ten arrays, not five. Then there are n steps over one value per
-    channel, which are not split.
+    Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
+    time) and device, and then each device combines them in as many steps as there are devices. The
+    gradient takes one reduce-scatter of one number per channel and device. The gradient of h0 and a
+    returned state take an all-reduce of one number per channel each. No communication grows with
+    the length. Each device reads its part of a three times, that of b twice, and writes its h once;
+    for the gradient it reads a and the cotangent twice, h once, and writes two gradients once. That
+    is 13 arrays where `linear_scan` moves 8. A tangent moves 10 where it moves 5.
 
     Args:
-        a: As in `linear_scan`; if its time axis has size 1 or is missing, the same on all devices.
+        a: As in `linear_scan`. With a time axis of size 1, or none, it is the same on all devices.
         b: As in `linear_scan`.
-        h0: As in `linear_scan`, the same on all devices: the state before the first step of all.
-        axis_name: The mesh axis over which time is split, or a tuple of such, major axis first. Inside
-            `jax.shard_map` one of those that it splits by hand.
-        mesh: The mesh, where the function is not called inside `jax.shard_map`.
+        h0: As in `linear_scan`: the state before the first step of the first device.
+        axis_name: The mesh axis over which time is split, or a tuple of them, the major axis first.
+            `jax.shard_map` must have split the arguments over it.
+        sharding: How b is sharded: a `jax.sharding.NamedSharding` that splits the time axis. Other
+            arguments are split in the same way in the axes that they have. An array that is sharded
+            otherwise is moved first.
         axis: As in `linear_scan`.
-        reverse: As in `linear_scan`: then the last device starts.
+        reverse: As in `linear_scan`; the last device holds the first step.
         reset: As in `linear_scan`.
-        return_state: Also return the state after the last step of all, the same on all devices.
+        return_state: Also return h after the last step of the last device.
         out_dtype: As in `linear_scan`.
 
     Returns:
-        h, sharded over time like b, or the pair of h and the last state.
+        h, sharded like b. With `return_state` the pair of h and the last state, which is the same
+        on all devices over which time is split.
 
     Raises:
-        TypeError: As `linear_scan`; or `axis_name` or `mesh` is of the wrong kind.
-        ValueError: As `linear_scan`; or `axis_name` is not an axis of the mesh, or not one over
-            which a `jax.shard_map` around the call splits its arguments by hand; or the time axis
-            does not divide over the devices.
+        TypeError: As `linear_scan`; neither or both of `axis_name` and `sharding` are given, or one
+            is of the wrong kind.
+        ValueError: As `linear_scan`; `axis_name` is not an axis over which `jax.shard_map` has
+            split the arguments; `sharding` does not split time, does not fit b's rank, or has axes
+            that do not divide over its devices.
     """
-    names = _names(axis_name)
-    if mesh is None:
-        _check_inside(names)
-        scan = partial(_scan, axis_name=names)
+    scan: Any
+    if (axis_name is None) == (sharding is None):
+        raise TypeError("give either axis_name, inside jax.shard_map, or sharding, elsewhere")
+    if axis_name is not None:
+        scan = partial(_scan, axis_name=_bound(axis_name))
     else:
-        _check_mesh(mesh, names)
-        scan = partial(_scan_over, mesh=mesh, axis_name=names)
+        scan = partial(_scan_whole, sharding=_named(sharding))
     return _api.checked(scan, a, b, h0, axis, reverse, reset, return_state, out_dtype)
 
 
-def _names(axis_name: Any) -> tuple[str, ...]:
+def _bound(axis_name: Any) -> tuple[str, ...]:
+    """`axis_name` as a tuple of axes over which the arguments are split."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}"
+            f"axis_name must be the name of a mesh axis or a tuple of them, got {axis_name!r}"
         )
-    if len(set(names)) < len(names):
-        raise ValueError(f"axis_name has a mesh axis twice: {axis_name!r}")
-    return names
-
-
-def _check_inside(names: tuple[str, ...]) -> None:
     for name in names:
         try:
             lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"axis_name {name!r} is not a mesh axis over which a jax.shard_map around this call "
-                "splits its arguments; elsewhere give the mesh too"
+                f"axis_name {name!r} is not a mesh axis over which jax.shard_map has split the "
+                "arguments; outside of it give sharding instead"
             ) from None
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name has an axis twice: {axis_name!r}")
+    return names
 
 
-def _check_mesh(mesh: Any, names: tuple[str, ...]) -> None:
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}")
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(f"axis_name {name!r} is none of the mesh's axes, {mesh.axis_names}")
-    manual = set(names) & set(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual:
-        raise ValueError(
-            f"mesh must not be given where jax.shard_map has split axis {manual.pop()!r} already"
-        )
+def _named(sharding: Any) -> NamedSharding:
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"sharding must be a jax.sharding.NamedSharding, got {sharding!r}")
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError("sharding can't be given inside jax.shard_map; give axis_name instead")
+    return sharding
 
 
-def _scan_over(
+def _scan_whole(
     recurrence: Recurrence,
     operands: Operands,
     dtype: Any,
     with_state: bool,
     *,
-    mesh: Mesh | AbstractMesh,
-    axis_name: tuple[str, ...],
+    sharding: NamedSharding,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`_scan` of whole arrays."""
-    count = math.prod(mesh.shape[name] for name in axis_name)
-    axis, length = recurrence.axis, recurrence.length
-    if length % count:
+    axis, full = recurrence.axis, operands["b"].shape
+    mesh, spec = sharding.mesh, tuple(sharding.spec)
+    if len(spec) > len(full):
+        raise ValueError(f"sharding {sharding.spec} has more axes than b of shape {full}")
+    spec = (*spec, *[None] * (len(full) - len(spec)))
+    names = [() if s is None else s if isinstance(s, tuple) else (s,) for s in spec]
+    if not names[axis]:
         raise ValueError(
-            f"the time axis of b has size {length}, which does not divide over the {count} devices "
-            f"of axis_name {axis_name if len(axis_name) > 1 else axis_name[0]!r}"
+            f"sharding {sharding.spec} does not split the time axis {axis} of b; linear_scan takes "
+            "such arrays"
         )
-    split = PartitionSpec(*[None] * axis, axis_name)
-    specs = tuple((k, split if x.shape[axis] == length > 1 else PartitionSpec()) for k, x in operands.items())
-    local = recurrence._replace(length=length // count)
-    return _mapped(mesh, axis_name, local, np.dtype(dtype), with_state, specs, split)(dict(operands))
+    for k, (n, over) in enumerate(zip(full, names, strict=True)):
+        count = math.prod(mesh.shape[name] for name in over)
+        if n % count:
+            what = "the time axis" if k == axis else f"axis {k}"
+            raise ValueError(
+                f"{what} of b has size {n}, which does not divide over the {count} devices of mesh "
+                f"axis {spec[k]!r} in sharding"
+            )
+
+    def specs(x: jax.Array) -> PartitionSpec:
+        return PartitionSpec(*(s if x.shape[k] == full[k] else None for k, s in enumerate(spec)))
+
+    count = math.prod(mesh.shape[name] for name in names[axis])
+    local = recurrence._replace(length=recurrence.length // count)
+    in_specs = tuple((name, specs(x)) for name, x in operands.items())
+    out_specs = [PartitionSpec(*spec)]
+    if with_state:
+        out_specs.append(PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+    call = _mapped(mesh, names[axis], local, np.dtype(dtype), in_specs, tuple(out_specs))
+    h, *last = call(dict(operands))
+    return h, last[0] if with_state else None
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(mesh, axis_name, recurrence, dtype, with_state, specs, split):
+def _mapped(
+    mesh: Any,
+    axis_name: tuple[str, ...],
+    recurrence: Recurrence,
+    dtype: np.dtype,
+    in_specs: tuple[tuple[str, PartitionSpec], ...],
+    out_specs: tuple[PartitionSpec, ...],
+) -> Any:
     """One function for equal arguments, so that JAX compiles it once."""
 
     def local(operands):
-        return _scan(recurrence, operands, dtype, with_state, axis_name=axis_name)
+        outs = _scan(recurrence, operands, dtype, len(out_specs) > 1, axis_name=axis_name)
+        return outs[: len(out_specs)]
 
-    out_specs = (split, PartitionSpec() if with_state else None)
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(dict(specs),),
-            out_specs=out_specs,
-            axis_names=set(axis_name),
-        )
-    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(dict(in_specs),), out_specs=out_specs)
+    return jax.jit(mapped)
 
 
 def _scan(
@@ -254,8 +285,8 @@ def _shard(
     products, states = maps[:, 0], maps[:, 1]
 
     before = _before(recurrence, axis_name, operands["h0"], states, products)
-    h, last = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
-    return h, last, before, products
+    outs = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
+    return *cast(Pair, outs), before, products
 
 
 def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
@@ -270,7 +301,8 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     dh, dlast, dstates = _like(h, 0), _like(last, 0), _like(products, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
-        dh, dlast = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
+        first = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
+        dh, dlast = cast(Pair, first)
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
         dstates = lax.all_gather(dlast, axis_name)
 
@@ -278,7 +310,8 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     finite = jnp.nan_to_num(products)
 
     dbefore = _tangent_before(recurrence, axis_name, initial, dstates, finite)
-    dh2, dlast2 = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
+    second = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
+    dh, dlast = jax.tree.map(jnp.add, (dh, dlast), cast(Pair, second))
 
     # Only a derivative of the derivative reads that of A.
     dproducts = _like(products, 0)
@@ -288,7 +321,7 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
         rest = {k: x for k, x in shared.items() if k != "a"}
         _, dproduct = jax.jvp(lambda a: product(rest | a), (a,), ({"a": dots["da"]},))
         dproducts = lax.all_gather(jnp.broadcast_to(dproduct, before.shape), axis_name)
-    return outs, (dh + dh2, dlast + dlast2, dbefore, dproducts)
+    return outs, (dh, dlast, dbefore, dproducts)
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
