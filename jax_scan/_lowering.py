@@ -150,14 +150,14 @@ def _partitioned(
         sizes = op.name, recurrence.length, recurrence.state.name
         size = _native.module(platform).workspace_bytes_per_channel(*sizes)
         workspace.append(Result("workspace", (*time_last(full)[:batch], size), _BYTE))
-    args, repeated = zip(*map(spread, args), strict=True)
+    spreads = [spread(x) for x in args]
     outs = _custom_call.bind(
-        *args,
+        *(x for x, _ in spreads),
         target=_native.TARGETS[op.name],
         operands=operands,
         results=(*(r._replace(shape=time_last(r.shape)) for r in raw), *workspace),
         recurrence=recurrence,
-        repeated=repeated,
+        repeated=tuple(axes for _, axes in spreads),
         batch_axes=batch,
     )
     return [jnp.moveaxis(x, -1, axis) for x, _ in zip(outs, raw, strict=False)]
@@ -232,8 +232,10 @@ def _custom_call_lowering(
     # In memory operands and results are row-major, which is what ffi_lowering asks of XLA unless it
     # is told otherwise. None share memory: an alias of an operand that is not donated costs a copy,
     # and XLA drops the aliases of a call that it splits.
-    options = {}
+    options: dict[str, Any] = {}
     if batch_axes:
+        sources: Any = ctx.avals_in
+        targets: Any = ctx.avals_out
         # Minor axis first. Memory has time, the last axis, before the axes that follow it there.
         at = recurrence.axis
         layout = (*reversed(range(at, batch_axes)), batch_axes, *reversed(range(at)))
@@ -242,7 +244,7 @@ def _custom_call_lowering(
             "operand_layouts": [layout] * len(args),
             "result_layouts": [flat if r.name == "workspace" else layout for r in results],
             "extra_attributes": _splitting(
-                [x.shape for x in ctx.avals_in], [x.shape for x in ctx.avals_out], repeated, at
+                [x.shape for x in sources], [x.shape for x in targets], repeated, at
             ),
         }
     rule = jax.ffi.ffi_lowering(target, **options)
