@@ -130,9 +130,22 @@ def _partitioned(
     written as the last axis, and the layouts say where it lies in memory: on a GPU the transposes
     are no operations. A broadcast axis would be split too, so it gets as many equal entries as
     there are devices, of which each device has at least one and reads the first; never more than
-    the axis has.
+    the axis has. Where operands are not all split alike XLA follows the first one, so that must
+    have every axis.
     """
     axis, batch = recurrence.axis, len(full) - 1
+
+    def expanded(x: jax.Array) -> Shape:
+        return (*full[:axis], x.shape[axis], *full[axis + 1 :])
+
+    def bytes_added(name: str) -> int:
+        x = named[name]
+        return (math.prod(expanded(x)) - x.size) * x.dtype.itemsize
+
+    named = dict(zip(operands, args, strict=True))
+    leader = min(named, key=bytes_added)
+    named[leader] = jnp.broadcast_to(named[leader], expanded(named[leader]))
+    named = {leader: named.pop(leader)} | named
 
     def spread(x: jax.Array) -> tuple[jax.Array, int]:
         shape, repeated = list(x.shape), 0
@@ -150,11 +163,11 @@ def _partitioned(
         sizes = op.name, recurrence.length, recurrence.state.name
         size = _native.module(platform).workspace_bytes_per_channel(*sizes)
         workspace.append(Result("workspace", (*time_last(full)[:batch], size), _BYTE))
-    spreads = [spread(x) for x in args]
+    spreads = [spread(x) for x in named.values()]
     outs = _custom_call.bind(
         *(x for x, _ in spreads),
         target=_native.TARGETS[op.name],
-        operands=operands,
+        operands=tuple(named),
         results=(*(r._replace(shape=time_last(r.shape)) for r in raw), *workspace),
         recurrence=recurrence,
         repeated=tuple(axes for _, axes in spreads),
@@ -204,19 +217,23 @@ _custom_call.multiple_results = True
 
 @_custom_call.def_abstract_eval
 def _custom_call_abstract_eval(*avals: Any, results: tuple[Result, ...], **_: Any) -> list[Any]:
-    outs = [avals[0].update(shape=r.shape, dtype=r.dtype, weak_type=False) for r in results]
-    if avals[0].sharding.mesh.empty:
-        return outs
-    # With explicit axes a result is split like the operands, in each axis that it has.
-    specs = [x.sharding.spec for x in avals]
-    spec = [next((s for s in over if s is not None), None) for over in zip(*specs, strict=True)]
+    explicit = not avals[0].sharding.mesh.empty
+    specs = [x.sharding.spec for x in avals] if explicit else []
 
-    def split(out: Any) -> Any:
-        own = spec if len(out.shape) == len(spec) else [None] * len(out.shape)
-        own = (s if n > 1 else None for s, n in zip(own, out.shape, strict=True))
-        return out.update(sharding=out.sharding.update(spec=PartitionSpec(*own)))
+    def split(shape: Shape) -> PartitionSpec:
+        """With explicit axes a result is split like the operands, in each axis that it has."""
+        if len(shape) != len(avals[0].shape):
+            return PartitionSpec(*[None] * len(shape))
+        spec = (next((s for s in over if s is not None), None) for over in zip(*specs, strict=True))
+        return PartitionSpec(*(s if n > 1 else None for s, n in zip(spec, shape, strict=True)))
 
-    return [split(out) for out in outs]
+    outs = []
+    for r in results:
+        changes: dict[str, Any] = {"shape": r.shape, "dtype": r.dtype, "weak_type": False}
+        if explicit:
+            changes["sharding"] = avals[0].sharding.update(spec=split(r.shape))
+        outs.append(avals[0].update(**changes))
+    return outs
 
 
 def _custom_call_lowering(

@@ -115,11 +115,11 @@ def _abstract_eval(
     spec = _spec(avals, full, axis, fail)
     outs = []
     for result in results:
-        out = avals[0].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+        changes: dict[str, Any] = {"shape": result.shape, "dtype": result.dtype}
         if spec is not None:
             kept = (s if n == m else None for s, n, m in zip(spec, full, result.shape, strict=True))
-            out = out.update(sharding=out.sharding.update(spec=PartitionSpec(*kept)))
-        outs.append(out)
+            changes["sharding"] = avals[0].sharding.update(spec=PartitionSpec(*kept))
+        outs.append(avals[0].update(weak_type=False, **changes))
     return outs
 
 

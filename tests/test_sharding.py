@@ -258,9 +258,7 @@ def test_S2_shard_map(check_vma):
     oracle = oracle_of(case, given)
     specs = (P("x", None, "y"), P("x", None, "y"), P("x", "y"), P("x"))
     outs = (P("x", None, "y"), P("x", "y"))
-    f = jax.shard_map(
-        scan_of(case), mesh=over, in_specs=specs, out_specs=outs, check_vma=check_vma
-    )
+    f = jax.shard_map(scan_of(case), mesh=over, in_specs=specs, out_specs=outs, check_vma=check_vma)
     g = np.random.default_rng(1).normal(size=case.shape).astype(np.float32)
 
     def both(a, b, h0, reset, g):
@@ -370,8 +368,9 @@ def test_S1_many_axes():
     b = rng.normal(size=shape).astype(np.float32)
     for a_shape in ((1,) * 13 + (2, 2, 3), tuple(1 if k % 2 else 2 for k in range(15)) + (3,)):
         a = rng.uniform(0.5, 1, a_shape).astype(np.float32)
-        args = put(a, over, P(*[None] * 14, "x") if a_shape[0] == 1 else P("x")), put(
-            b, over, P("x")
+        args = (
+            put(a, over, P(*[None] * 14, "x") if a_shape[0] == 1 else P("x")),
+            put(b, over, P("x")),
         )
         h, text = run(partial(linear_scan, axis=-1), *args)
         check(h, Oracle(a, b, axis=-1).values()[0])
