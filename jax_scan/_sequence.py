@@ -276,29 +276,34 @@ def _scan(
 def _shard(
     recurrence: Recurrence, dtype: Any, axis_name: tuple[str, ...], operands: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """h and the last state of the own shard, the state before it, and A of all shards."""
-    step = operands["h0"].shape
-    zero = _like(operands["h0"], 0)
-    product = jnp.broadcast_to(_product(recurrence, operands), step)
-    state = _primitives.last_state(recurrence, {**operands, "h0": zero})
-    maps = lax.all_gather(jnp.stack([product, state]), axis_name)
-    products, states = maps[:, 0], maps[:, 1]
+    """h and the last state of the own shard, the state before it, and the maps of all shards."""
+    h0 = operands["h0"]
+    parts = [
+        _product(recurrence, operands),
+        _primitives.last_state(recurrence, {**operands, "h0": _like(h0, 0)}),
+    ]
+    if "reset" in operands:
+        # A is zero then, but zero times a state that is not finite would still pass.
+        cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
+        parts.append(cut.astype(recurrence.state))
+    parts = [jnp.broadcast_to(part, h0.shape) for part in parts]
+    maps = lax.all_gather(jnp.stack(parts), axis_name)
 
-    before = _before(recurrence, axis_name, operands["h0"], states, products)
+    before = _before(recurrence, axis_name, h0, maps)
     outs = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
-    return *cast(Pair, outs), before, products
+    return *cast(Pair, outs), before, maps
 
 
 def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     """dh = tangent(a, h, s; da, db, 0) + tangent(a; ds), see above."""
     (operands,), (dots,) = primals, tangents
     outs = _shard(recurrence, dtype, axis_name, operands)
-    h, last, before, products = outs
+    h, last, before, maps = outs
     dots = {f"d{k}": t for k, t in dots.items() if k != "reset" and not isinstance(t, SymbolicZero)}
     initial = dots.pop("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
-    dh, dlast, dstates = _like(h, 0), _like(last, 0), _like(products, 0)
+    dh, dlast, dstates = _like(h, 0), _like(last, 0), _like(maps[:, 0], 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
         first = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
@@ -306,22 +311,20 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
         dstates = lax.all_gather(dlast, axis_name)
 
-    # A product that has overflowed must not make NaN of a tangent that is zero.
-    finite = jnp.nan_to_num(products)
-
-    dbefore = _tangent_before(recurrence, axis_name, initial, dstates, finite)
+    dbefore = _tangent_before(recurrence, axis_name, initial, dstates, maps)
     second = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
     dh, dlast = jax.tree.map(jnp.add, (dh, dlast), cast(Pair, second))
 
-    # Only a derivative of the derivative reads that of A.
-    dproducts = _like(products, 0)
+    # Only a derivative of the derivative reads that of A, and nothing that of H.
+    dmaps = _like(maps, 0)
     if "da" in dots:
-        product = partial(_product, recurrence)
-        a = {"a": operands["a"]}
         rest = {k: x for k, x in shared.items() if k != "a"}
-        _, dproduct = jax.jvp(lambda a: product(rest | a), (a,), ({"a": dots["da"]},))
+        dproduct = jax.jvp(
+            lambda a: _product(recurrence, rest | {"a": a}), (operands["a"],), (dots["da"],)
+        )[1]
         dproducts = lax.all_gather(jnp.broadcast_to(dproduct, before.shape), axis_name)
-    return outs, (dh, dlast, dbefore, dproducts)
+        dmaps = dmaps.at[:, 0].set(dproducts)
+    return outs, (dh, dlast, dbefore, dmaps)
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
@@ -338,25 +341,30 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
 
 
-def _before(recurrence, axis_name, first, states, products) -> jax.Array:
+def _before(recurrence, axis_name, first, maps) -> jax.Array:
     """The state before the own shard: `first` after the maps of all shards before it, in order."""
 
     def follow(s, shard):
-        state, product = shard
+        product, state, *cut = shard
         # What starts from zero ends in H, whatever has become of the product of the factors.
-        return jnp.where(s == 0, state, product * s + state), s
+        from_zero = s == 0
+        if cut:
+            from_zero |= cut[0] != 0
+        return jnp.where(from_zero, state, product * s + state), s
 
-    count = len(states)
     _, every = lax.scan(
-        follow, first, (states, products), reverse=recurrence.reverse, unroll=min(count, _UNROLL)
+        follow, first, maps, reverse=recurrence.reverse, unroll=min(len(maps), _UNROLL)
     )
     return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
 
 
-def _tangent_before(recurrence, axis_name, first, states, products) -> jax.Array:
+def _tangent_before(recurrence, axis_name, first, states, maps) -> jax.Array:
     """The same for tangents, linear in `first` and `states`: a scan over the shards."""
     shards = Recurrence(0, len(states), recurrence.reverse, True, recurrence.state)
-    operands = {"a": products, "b": states, "h0": first[None]}
+    # A product that has overflowed must not make a NaN of a tangent that is zero.
+    operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states, "h0": first[None]}
+    if maps.shape[1] > 2:
+        operands["reset"] = maps[:, 2] != 0
     after, _ = _primitives.scan(shards, operands, recurrence.state)
     index, reverse = lax.axis_index(axis_name), recurrence.reverse
     last = jnp.clip(index + (1 if reverse else -1), 0, len(states) - 1)

@@ -1,4 +1,4 @@
-"""Arrays sharded over batch and channel axes: each device scans its part, and nothing is gathered."""
+"""Arrays sharded over batch and channels: each device scans its part, and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MODES = {
 
 
 def like(spec, shape, full):
-    """How an operand of this shape, which broadcasts to `full`, is split when b is split by spec."""
+    """How an operand of this shape, which broadcasts to `full`, is split if b is split by spec."""
     spec = (*spec, *[None] * (len(full) - len(spec)))[len(full) - len(shape) :]
     own = full[len(full) - len(shape) :]
     return P(*(s if n == m else None for s, n, m in zip(spec, shape, own, strict=True)))
@@ -333,14 +333,12 @@ def test_S1_sizes_that_do_not_divide():
         case = Case("", (rows, 12, 4), a=(12, 4), h0=(1, 4), reset=(12,))
         a, b, h0, reset = arguments(case)
 
-        @jax.jit
-        def f(a, b, h0, reset=reset):
+        def f(a, b, h0, reset):
             b = lax.with_sharding_constraint(b, NamedSharding(over, P("x")))
-            return jax.vjp(lambda *x: linear_scan(*x, reset=reset), a, b, h0)[1](b), linear_scan(
-                a, b, h0, reset=reset
-            )
+            h, pull = jax.vjp(partial(linear_scan, reset=reset), a, b, h0)
+            return h, pull(b)
 
-        gradients, h = f(*(put(x, over, P()) for x in (a, b, h0)))
+        h, gradients = jax.jit(f)(*(put(x, over, P()) for x in (a, b, h0, reset)))
         oracle = Oracle(a, b, h0, reset=reset)
         check(h, oracle.values()[0])
         for x, expected in zip(gradients, oracle.cotangents(b).values(), strict=True):
@@ -366,7 +364,7 @@ def test_S1_many_axes():
     shape = (2,) * 15 + (3,)
     rng = np.random.default_rng(0)
     b = rng.normal(size=shape).astype(np.float32)
-    for a_shape in ((1,) * 13 + (2, 2, 3), tuple(1 if k % 2 else 2 for k in range(15)) + (3,)):
+    for a_shape in ((*[1] * 13, 2, 2, 3), (*[1 if k % 2 else 2 for k in range(15)], 3)):
         a = rng.uniform(0.5, 1, a_shape).astype(np.float32)
         args = (
             put(a, over, P(*[None] * 14, "x") if a_shape[0] == 1 else P("x")),
