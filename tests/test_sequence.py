@@ -138,8 +138,14 @@ def everything(f):
     return run
 
 
-@pytest.mark.parametrize("form", ["whole", "explicit", "shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("name", CASES)
+FORMS = [(name, "whole") for name in CASES] + [
+    (name, form)
+    for name in ("batch and time", "reversed", "over two axes", "a shared over batch and time")
+    for form in ("explicit", "shard_map", "shard_map unchecked")
+]
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
 def test_S3_values_tangents_and_gradients(name, form):
     case, spec, sizes = CASES[name]
     over = mesh(EXPLICIT if form == "explicit" else AUTO, **sizes)
