@@ -44,6 +44,9 @@ Pair = tuple[jax.Array, jax.Array]
 
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
+# The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
+# and a send 10 us, and the bytes of 16 maps of 16 k channels are 5 us of NVLink.
+_GATHERED = 16
 
 
 @overload
@@ -117,10 +120,11 @@ def sequence_parallel_scan(
     factors and H what they make of zero: where A overflows, so does the result.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
-    time) and device, and then each device combines them in as many steps as there are devices. The
-    gradient takes one reduce-scatter of one number per channel and device. The gradient of h0 and a
-    returned state take an all-reduce of one number per channel each. No communication grows with
-    the length. Each device reads its part of a three times, that of b twice, and writes its h once;
+    time) and device, the gradient one reduce-scatter of one number per channel and device. Over
+    more than 16 devices it is instead a send of A and H for each time that their number doubles and
+    one of the state, and as many sends of one number per channel for the gradient. The gradient of
+    h0 and a returned state take an all-reduce of one number per channel each. With `reset` three
+    numbers take the place of two. No communication grows with the length. Each device reads its part of a three times, that of b twice, and writes its h once;
     for the gradient it reads a and the cotangent twice, h once, and writes two gradients once. That
     is 13 arrays where `linear_scan` moves 8. A tangent moves 10 where it moves 5.
 
@@ -276,7 +280,7 @@ def _scan(
 def _shard(
     recurrence: Recurrence, dtype: Any, axis_name: tuple[str, ...], operands: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """h and the last state of the own shard, the state before it, and the maps of all shards."""
+    """h and the last state of the own shard, the state before it, and the maps that led to it."""
     h0 = operands["h0"]
     parts = [
         _product(recurrence, operands),
@@ -286,10 +290,9 @@ def _shard(
         # A is zero then, but zero times a state that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
         parts.append(cut.astype(recurrence.state))
-    parts = [jnp.broadcast_to(part, h0.shape) for part in parts]
-    maps = lax.all_gather(jnp.stack(parts), axis_name)
-
-    before = _before(recurrence, axis_name, h0, maps)
+    own = jnp.stack([jnp.broadcast_to(part, h0.shape) for part in parts])
+    exchange = _gathered if lax.axis_size(axis_name) <= _GATHERED else _doubled
+    before, maps = exchange(recurrence, axis_name, h0, own)
     outs = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
     return *cast(Pair, outs), before, maps
 
@@ -303,26 +306,30 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     initial = dots.pop("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
-    dh, dlast, dstates = _like(h, 0), _like(last, 0), _like(maps[:, 0], 0)
+    dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
         first = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
         dh, dlast = cast(Pair, first)
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
-        dstates = lax.all_gather(dlast, axis_name)
 
-    dbefore = _tangent_before(recurrence, axis_name, initial, dstates, maps)
+    gathered = lax.axis_size(axis_name) <= _GATHERED
+    exchange = _gathered_tangent if gathered else _doubled_tangent
+    dbefore = exchange(recurrence, axis_name, initial, dlast, maps)
     second = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
     dh, dlast = jax.tree.map(jnp.add, (dh, dlast), cast(Pair, second))
 
     # Only a derivative of the derivative reads that of A, and nothing that of H.
     dmaps = _like(maps, 0)
     if "da" in dots:
-        rest = {k: x for k, x in shared.items() if k != "a"}
-        dproduct = jax.jvp(
-            lambda a: _product(recurrence, rest | {"a": a}), (operands["a"],), (dots["da"],)
-        )[1]
-        dproducts = lax.all_gather(jnp.broadcast_to(dproduct, before.shape), axis_name)
+
+        def products(a):
+            own = jnp.broadcast_to(_product(recurrence, shared | {"a": a}), before.shape)
+            if gathered:
+                return lax.all_gather(own, axis_name)
+            return _doubled_products(recurrence, axis_name, own, maps)
+
+        dproducts = jax.jvp(products, (operands["a"],), (dots["da"],))[1]
         dmaps = dmaps.at[:, 0].set(dproducts)
     return outs, (dh, dlast, dbefore, dmaps)
 
@@ -341,35 +348,107 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
 
 
-def _before(recurrence, axis_name, first, maps) -> jax.Array:
-    """The state before the own shard: `first` after the maps of all shards before it, in order."""
+# ---- The exchange: from the maps of all shards to the state before the own one -------------------
+#
+# A map is an array of A, H and, where there are resets, whether there was one. Few shards send their
+# maps to all, and each applies those that it needs in order. Of many shards each composes its map
+# with those of the shards 1, 2, 4, ... before, and sends one as often as the number of shards doubles.
 
-    def follow(s, shard):
-        product, state, *cut = shard
-        # What starts from zero ends in H, whatever has become of the product of the factors.
-        from_zero = s == 0
-        if cut:
-            from_zero |= cut[0] != 0
-        return jnp.where(from_zero, state, product * s + state), s
 
+def _apply(maps: jax.Array, s: jax.Array) -> jax.Array:
+    """A s + H; what starts from zero or a reset ends in H, whatever has become of A."""
+    return jnp.where(_cut(maps) | (s == 0), maps[1], maps[0] * s + maps[1])
+
+
+def _cut(maps: jax.Array) -> jax.Array:
+    """Where there was a reset."""
+    return maps[2] != 0 if len(maps) > 2 else jnp.zeros_like(maps[0], bool)
+
+
+def _gathered(recurrence, axis_name, first, own) -> Pair:
+    """The state before the own shard, `first` before the first one; and the maps of all shards."""
+    maps = lax.all_gather(own, axis_name)
     _, every = lax.scan(
-        follow, first, maps, reverse=recurrence.reverse, unroll=min(len(maps), _UNROLL)
+        lambda s, shard: (_apply(shard, s), s),
+        first,
+        maps,
+        reverse=recurrence.reverse,
+        unroll=min(len(maps), _UNROLL),
     )
-    return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
+    return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False), maps
 
 
-def _tangent_before(recurrence, axis_name, first, states, maps) -> jax.Array:
-    """The same for tangents, linear in `first` and `states`: a scan over the shards."""
-    shards = Recurrence(0, len(states), recurrence.reverse, True, recurrence.state)
+def _gathered_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
+    """Its tangent, linear in those of `first` and of all last states: a scan over the shards."""
+    shards = Recurrence(0, len(maps), recurrence.reverse, True, recurrence.state)
+    states = lax.all_gather(last, axis_name)
     # A product that has overflowed must not make a NaN of a tangent that is zero.
     operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states, "h0": first[None]}
     if maps.shape[1] > 2:
         operands["reset"] = maps[:, 2] != 0
     after, _ = _primitives.scan(shards, operands, recurrence.state)
     index, reverse = lax.axis_index(axis_name), recurrence.reverse
-    last = jnp.clip(index + (1 if reverse else -1), 0, len(states) - 1)
-    ours = lax.dynamic_index_in_dim(after, last, keepdims=False)
-    return jnp.where(index == (len(states) - 1 if reverse else 0), first, ours)
+    previous = jnp.clip(index + (1 if reverse else -1), 0, len(maps) - 1)
+    before = lax.dynamic_index_in_dim(after, previous, keepdims=False)
+    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+
+
+def _doubled(recurrence, axis_name, first, own) -> Pair:
+    """As `_gathered`; the maps are those of the own shard and of 1, 3, 7, ... before it with it."""
+    rank, levels, distance = _rank(recurrence, axis_name), [own], 1
+    while distance < lax.axis_size(axis_name):
+        other = _from_before(recurrence, axis_name, own, distance)
+        cut = _cut(own)
+        product = jnp.where(cut, jnp.zeros_like(own[0]), own[0] * other[0])
+        composed = [product, _apply(own, other[1]), *jnp.where(cut, own[2:], other[2:])]
+        own = jnp.where(rank >= distance, jnp.stack(composed), own)
+        levels.append(own)
+        distance *= 2
+    after = _from_before(recurrence, axis_name, _apply(own, first), 1)
+    return jnp.where(rank == 0, first, after), jnp.stack(levels)
+
+
+def _doubled_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
+    """As `_gathered_tangent`."""
+
+    def times(level, x):
+        product = jnp.nan_to_num(maps[level, 0]) * x
+        return jnp.where(_cut(maps[level]), jnp.zeros_like(product), product)
+
+    for level in range(len(maps) - 1):
+        last = last + times(level, _from_before(recurrence, axis_name, last, 2**level))
+    after = last + times(len(maps) - 1, first)
+    before = _from_before(recurrence, axis_name, after, 1)
+    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+
+
+def _doubled_products(recurrence, axis_name, product, maps) -> jax.Array:
+    """The products in the maps of `_doubled`, as a function of the own one."""
+    rank, levels = _rank(recurrence, axis_name), [product]
+    for level in range(len(maps) - 1):
+        other = _from_before(recurrence, axis_name, product, 2**level)
+        composed = jnp.where(_cut(maps[level]), jnp.zeros_like(product), product * other)
+        product = jnp.where(rank >= 2**level, composed, product)
+        levels.append(product)
+    return jnp.stack(levels)
+
+
+def _rank(recurrence: Recurrence, axis_name: tuple[str, ...]) -> jax.Array:
+    """The own shard's number in the order of the scan."""
+    index = lax.axis_index(axis_name)
+    return lax.axis_size(axis_name) - 1 - index if recurrence.reverse else index
+
+
+def _from_before(recurrence, axis_name, x: jax.Array, distance: int) -> jax.Array:
+    """x of the shard so many before; zeros where there is none."""
+    # JAX wants the names in the mesh's order: `at` are the devices in the order of `axis_name`.
+    known = jax.sharding.get_abstract_mesh().axis_names
+    names = tuple(sorted(axis_name, key=lambda name: known.index(name) if name in known else 0))
+    devices = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in names])
+    at = devices.transpose([names.index(name) for name in axis_name]).ravel().tolist()
+    if recurrence.reverse:
+        at.reverse()
+    return lax.ppermute(x, names, list(zip(at, at[distance:], strict=False)))
 
 
 def _like(x: jax.Array, value: float) -> jax.Array:

@@ -38,6 +38,7 @@ CASES = {
     "time last": (Case("", (4, 24), axis=-1, h0=(1,)), P("x", "t"), {"x": 2, "t": 4}),
     "rank 1": (Case("", (24,), axis=-1, h0=()), P("t"), {"t": 8}),
     "over two axes": (Case("", (2, 24, 3), h0=(2, 3)), P(None, ("t", "x")), {"x": 2, "t": 4}),
+    "three devices": (Case("", (2, 12, 3), h0=(2, 3), reset=(12,)), P(None, "t"), {"t": 3}),
     "one step each": (Case("", (2, 8, 3), h0=(2, 3)), P(None, "t"), {"t": 8}),
     "one device": (Case("", (2, 8, 3), h0=(2, 3)), P(None, "t"), {"t": 1}),
     "a shared over batch and time": (Case("", (4, 24, 6), a=(6,)), P("x", "t"), {"x": 2, "t": 4}),
@@ -138,14 +139,37 @@ def everything(f):
     return run
 
 
-FORMS = [(name, "whole") for name in CASES] + [
-    (name, form)
-    for name in ("batch and time", "reversed", "over two axes", "a shared over batch and time")
-    for form in ("explicit", "shard_map", "shard_map unchecked")
-]
+@pytest.fixture
+def exchange(request, monkeypatch):
+    """Either way to exchange the maps, whatever the number of devices."""
+    monkeypatch.setattr(_sequence, "_GATHERED", 16 if request.param == "gathered" else 0)
+    _sequence._mapped.cache_clear()
+    yield
+    _sequence._mapped.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
+FORMS = (
+    [(name, "whole", "gathered") for name in CASES]
+    + [
+        (name, form, "gathered")
+        for name in ("batch and time", "reversed", "over two axes", "a shared over batch and time")
+        for form in ("explicit", "shard_map", "shard_map unchecked")
+    ]
+    + [
+        ("batch and time", "explicit", "doubled"),
+        ("time alone", "shard_map", "doubled"),
+        ("reversed", "whole", "doubled"),
+        ("reversed without h0", "shard_map unchecked", "doubled"),
+        ("over two axes", "whole", "doubled"),
+        ("three devices", "whole", "doubled"),
+        ("one device", "whole", "doubled"),
+        ("a one number", "shard_map", "doubled"),
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "form", "exchange"), FORMS, indirect=["exchange"])
+@pytest.mark.usefixtures("exchange")
 def test_S3_values_tangents_and_gradients(name, form):
     case, spec, sizes = CASES[name]
     over = mesh(EXPLICIT if form == "explicit" else AUTO, **sizes)
@@ -198,9 +222,15 @@ def test_S3_dtypes(dtype):
 
 
 @pytest.mark.parametrize(
-    ("reverse", "with_h0", "shared", "third"),
-    [(False, True, False, True), (True, False, False, False), (True, True, True, False)],
+    ("reverse", "with_h0", "shared", "third", "exchange"),
+    [
+        (False, True, False, True, "gathered"),
+        (True, False, False, False, "doubled"),
+        (True, True, True, False, "doubled"),
+    ],
+    indirect=["exchange"],
 )
+@pytest.mark.usefixtures("exchange")
 def test_S3_higher_derivatives(reverse, with_h0, shared, third):
     """Orders two and three, both modes, against `lax.scan` in float64 on one device."""
     case = Case("", (8, 2, 3), axis=0, h0=(2, 3), reset=(8,), a=(3,) if shared else None)
@@ -302,6 +332,20 @@ def test_S3_what_is_sent(function, expected, kernels):
     assert len(short[1]) == len(long[1]) == kernels
 
 
+@pytest.mark.parametrize("exchange", ["doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_S3_what_many_devices_send():
+    """As often as the number of devices doubles, and once more for the state."""
+    moved = [("collective-permute", STEP)] * 3
+    for length in (16, 4096):
+        assert communication(length, "value")[0] == sorted(
+            [("collective-permute", (2, *STEP))] * 2 + moved[:1]
+        )
+        assert communication(length, "gradient without h0")[0] == sorted(
+            [("collective-permute", (2, *STEP))] * 2 + moved[:1] + moved
+        )
+
+
 def test_S3_what_higher_derivatives_send_does_not_grow():
     short, long = communication(16, "second")[0], communication(4096, "second")[0]
     assert short == long
@@ -339,6 +383,8 @@ def on_devices(a, b, h0=None, reset=None, count=4, **options):
     ), args
 
 
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
 def test_N1_products_that_overflow():
     """Where the loop stays finite since its state is zero, so does the result."""
     rng = np.random.default_rng(0)
@@ -362,6 +408,8 @@ def test_N1_products_that_overflow():
         check(x, expected)
 
 
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
 def test_N1_a_product_is_taken_in_the_order_of_the_steps():
     """Zeros first: what follows them can't overflow, in whatever direction time runs."""
     a = np.full((1, 32, 2), 1e20, np.float32)
@@ -378,6 +426,8 @@ def test_N1_a_product_is_taken_in_the_order_of_the_steps():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
 def test_N1_what_is_not_finite_stays_behind_a_reset(value):
     a = np.full((1, 16, 2), 0.5, np.float32)
     b = np.ones_like(a)
