@@ -123,10 +123,11 @@ def sequence_parallel_scan(
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
     more than 16 devices it is instead a send of A and H for each time that their number doubles and
     one of the state, and as many sends of one number per channel for the gradient. The gradient of
-    h0 and a returned state take an all-reduce of one number per channel each. With `reset` three
-    numbers take the place of two. No communication grows with the length. Each device reads its part of a three times, that of b twice, and writes its h once;
-    for the gradient it reads a and the cotangent twice, h once, and writes two gradients once. That
-    is 13 arrays where `linear_scan` moves 8. A tangent moves 10 where it moves 5.
+    h0 and a returned state take an all-reduce of one number per channel each; with `reset` three
+    numbers take the place of two. No communication grows with the length. Each device reads its
+    part of a three times, that of b twice, and writes its h once; for the gradient it reads a and
+    the cotangent twice, h once, and writes two gradients once. That is 13 arrays where
+    `linear_scan` moves 8. A tangent moves 10 where it moves 5.
 
     Args:
         a: As in `linear_scan`. With a time axis of size 1, or none, it is the same on all devices.
@@ -350,9 +351,10 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
 
 # ---- The exchange: from the maps of all shards to the state before the own one -------------------
 #
-# A map is an array of A, H and, where there are resets, whether there was one. Few shards send their
-# maps to all, and each applies those that it needs in order. Of many shards each composes its map
-# with those of the shards 1, 2, 4, ... before, and sends one as often as the number of shards doubles.
+# A map is an array of A, H and, where there are resets, whether there was one. Few shards send
+# their maps to all, and each applies those that it needs in order. Of many shards each composes its
+# map with those of the shards 1, 2, 4, ... before, and sends one as often as the number of shards
+# doubles.
 
 
 def _apply(maps: jax.Array, s: jax.Array) -> jax.Array:
