@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
@@ -228,6 +228,12 @@ def _scan_whole(
     count = math.prod(mesh.shape[name] for name in names[axis])
     local = recurrence._replace(length=recurrence.length // count)
     in_specs = tuple((name, specs(x)) for name, x in operands.items())
+    if AxisType.Explicit in mesh.axis_types:
+        # What `jax.shard_map` does by itself for other axes.
+        operands = {
+            name: _compat.reshard(operands[name], NamedSharding(mesh, own))
+            for name, own in in_specs
+        }
     out_specs = [PartitionSpec(*spec)]
     if with_state:
         out_specs.append(PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))

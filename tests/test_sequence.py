@@ -510,6 +510,30 @@ def test_S3_the_sharding_of_an_explicit_array():
         check(f(*args), Oracle(a, b).values()[0])
 
 
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_S3_arrays_that_are_sharded_otherwise_are_moved(axis_type):
+    over = mesh(axis_type, x=2, t=4)
+    case = Case("", (4, 16, 6), a=(16, 6), h0=(6,), reset=(16,))
+    given = arguments(case)
+    a, b, h0, reset = given
+    oracle = oracle_of(case, given)
+    split = NamedSharding(over, P("x", "t"))
+
+    def f(a, b, h0, reset, g):
+        scan = partial(sequence_parallel_scan, sharding=split, reset=reset)
+        h, pull = jax.vjp(scan, a, b, h0)
+        return h, pull(g)
+
+    with jax.set_mesh(over):
+        for spec in (P(), P("t"), P(None, ("x", "t"))):
+            args = put(b, over, spec), put(h0, over, P("x")), put(reset, over, P())
+            h, gradients = jax.jit(f)(put(a, over, P()), *args, jax.device_put(b, split))
+            check(h, oracle.values()[0])
+            for x, expected in zip(gradients, oracle.cotangents(b).values(), strict=True):
+                check(x, expected)
+    check(sequence_parallel_scan(a, b, sharding=split), Oracle(a, b).values()[0])
+
+
 def test_checkpoint():
     case = Case("", (2, 16, 3), h0=(2, 3))
     a, b, h0, _ = arguments(case, "float64")
