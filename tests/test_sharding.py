@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from cases import Case, arguments
 from devices import calls, collectives, mesh, partitioner, put
-from jax import lax
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import Oracle, check, same
 from programs import lax_scan
 
+import jax_scan
 from jax_scan import _native, linear_scan
 
 SIZES = {"x": 2, "y": 2, "z": 2}
@@ -381,6 +382,23 @@ def test_S1_many_axes():
         h, text = run(partial(linear_scan, axis=-1), *args)
         check(h, Oracle(a, b, axis=-1).values()[0])
         assert len(calls(text)) == 1
+
+
+def test_X7_export_over_devices():
+    """The attributes by which XLA splits a call are exported too, if sizes are known."""
+    over = mesh(x=4)
+    a, b, _, _ = arguments(Case("", (8, 12, 4)))
+    expected = Oracle(a, b).values()[0]
+    args = put(a, over, P("x")), put(b, over, P("x"))
+    checks = jax_scan.export_checks()
+    exported = export.export(jax.jit(linear_scan), disabled_checks=checks)(*args)
+    h, text = run(export.deserialize(exported.serialize()).call, *args)
+    check(h, expected)
+    assert collectives(text) == []
+    (m,) = export.symbolic_shape("m")
+    rows = jax.ShapeDtypeStruct((4 * m, 12, 4), np.float32, sharding=args[0].sharding)
+    symbolic = export.export(jax.jit(linear_scan), disabled_checks=checks)(rows, rows)
+    check(jax.jit(symbolic.call)(*args), expected)
 
 
 @pytest.mark.parametrize("shardy", [True, False])
