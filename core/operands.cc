@@ -1,5 +1,6 @@
 #include "core/operands.h"
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <string>
@@ -10,7 +11,7 @@ namespace jax_scan {
 namespace {
 
 namespace ffi = xla::ffi;
-using Dims = ffi::AnyBuffer::Dimensions;
+using Dims = std::vector<int64_t>;
 
 // How an operand's or result's shape follows from the full shape.
 enum class Extent {
@@ -144,7 +145,17 @@ std::string to_string(std::span<const int64_t> dims) {
   return text + ")";
 }
 
-std::span<const int64_t> span_of(Dims dims) { return {dims.begin(), dims.size()}; }
+// A buffer's shape with its axes as they lie in memory.
+Dims dims_of(const ffi::AnyBuffer& buffer, const Attributes& attributes) {
+  const ffi::AnyBuffer::Dimensions given = buffer.dimensions();
+  Dims dims(given.begin(), given.end());
+  if (attributes.time_last && attributes.axis < static_cast<int64_t>(dims.size())) {
+    std::rotate(dims.begin() + attributes.axis, dims.end() - 1, dims.end());
+  }
+  return dims;
+}
+
+bool has_bit(int64_t set, size_t k) { return k < 63 && (set >> k) & 1; }
 
 // Appends an axis, minor first, merged into its neighbour where one stride serves both. False when
 // there is no room.
@@ -163,11 +174,11 @@ bool append(Broadcast::Axis* axes, int32_t& count, Broadcast::Axis axis) {
 }
 
 // Where the elements of a row-major operand of shape `dims` lie when it is broadcast to `full`.
-bool broadcast(std::span<const int64_t> dims, std::span<const int64_t> full, int64_t axis,
-               Broadcast& at) {
+bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
+               int64_t axis, Broadcast& at) {
   int64_t stride = 1;
   for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
-    const int64_t here = dims[k] == 1 ? 0 : stride;
+    const int64_t here = dims[k] == 1 || has_bit(repeated, k) ? 0 : stride;
     if (k == axis) {
       at.time_stride = here;
     } else if (k > axis) {
@@ -222,6 +233,10 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
         std::string(attributes.state) + "'");
   }
 
+  if (attributes.repeated.size() != args.size()) {
+    return check.error("attribute 'repeated' has " + std::to_string(attributes.repeated.size()) +
+                       " entries, the call has " + std::to_string(args.size()) + " operands");
+  }
   if (attributes.axis < 0 || attributes.length < 0) {
     return check.error("attributes 'axis' and 'length' must not be negative, got " +
                        std::to_string(attributes.axis) + " and " +
@@ -236,24 +251,31 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   p.reverse = attributes.reverse;
   p.has_h0 = attributes.has_h0;
 
-  // The full shape: in each axis the largest size that any operand or result has.
+  // The full shape: in each axis the largest size that any operand or result has, repeated entries
+  // counted once.
   std::vector<int64_t> full;
-  const auto merge = [&](std::string_view kind, std::string_view name,
-                         Dims dims) -> std::optional<ffi::Unexpected<ffi::Error>> {
+  const auto merge = [&](std::string_view kind, std::string_view name, const Dims& dims,
+                         int64_t repeated) -> std::optional<ffi::Unexpected<ffi::Error>> {
     if (full.empty()) full.assign(dims.size(), 1);
     if (dims.size() != full.size() || attributes.axis >= static_cast<int64_t>(full.size())) {
       return check.error(kind, name,
-                         "has shape " + to_string(span_of(dims)) + ", expected rank " +
+                         "has shape " + to_string(dims) + ", expected rank " +
                              std::to_string(full.size()) + " with time axis " +
                              std::to_string(attributes.axis));
     }
     full[attributes.axis] = attributes.length;
+    if (has_bit(repeated, attributes.axis)) {
+      return check.error(kind, name, "can't be repeated in time");
+    }
     for (size_t k = 0; k < full.size(); ++k) {
-      if (dims[k] == 1 || dims[k] == full[k]) continue;
+      if (has_bit(repeated, k) && dims[k] == 0) {
+        return check.error(kind, name, "is repeated in axis " + std::to_string(k) + " of size 0");
+      }
+      if (dims[k] == 1 || dims[k] == full[k] || has_bit(repeated, k)) continue;
       if (full[k] != 1 || static_cast<int64_t>(k) == attributes.axis) {
-        return check.error(kind, name,
-                           "has shape " + to_string(span_of(dims)) +
-                               ", which does not broadcast to " + to_string(full));
+        return check.error(
+            kind, name,
+            "has shape " + to_string(dims) + ", which does not broadcast to " + to_string(full));
       }
       full[k] = dims[k];
     }
@@ -267,7 +289,10 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
     Input& input = p.*(operand->slot);
     if (input.data) return check.error("operand", operand->name, "is given twice");
-    if (auto failed = merge("operand", operand->name, buffer->dimensions())) return *failed;
+    const Dims dims = dims_of(*buffer, attributes);
+    if (auto failed = merge("operand", operand->name, dims, attributes.repeated[j])) {
+      return *failed;
+    }
     input.data = buffer->untyped_data();
     if (!input.data && buffer->element_count() > 0) {
       return check.error("operand", operand->name, "has no data");
@@ -285,12 +310,11 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
                              std::string(name(p.state)) + " state can't read");
     }
     input.dtype = *dtype;
-    if (operand->extent == Extent::kOneStep &&
-        (*dtype != p.state || buffer->dimensions()[attributes.axis] != 1)) {
+    if (operand->extent == Extent::kOneStep && (*dtype != p.state || dims[attributes.axis] != 1)) {
       return check.error("operand", operand->name,
                          "must have dtype " + std::string(name(p.state)) +
                              " and size 1 in time, got " + name(*dtype) + " and shape " +
-                             to_string(span_of(buffer->dimensions())));
+                             to_string(dims));
     }
   }
   for (const OperandSpec& operand : spec.operands) {
@@ -308,11 +332,11 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     }
     const ResultSpec* result = find(spec.results, result_names[j]);
     if (!result) return check.error("result", result_names[j], "is not one of this target's");
-    if (auto failed = merge("result", result->name, (*buffer)->dimensions())) return *failed;
+    const Dims dims = dims_of(**buffer, attributes);
+    if (auto failed = merge("result", result->name, dims, /*repeated=*/0)) return *failed;
   }
 
   // Now that the full shape is known: the operands' strides and the results' extents.
-  const std::span<const int64_t> dims(full);
   p.outer = p.inner = 1;
   for (size_t k = 0; k < full.size(); ++k) {
     if (static_cast<int64_t>(k) < attributes.axis) p.outer *= full[k];
@@ -322,7 +346,8 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     const OperandSpec* operand = find(spec.operands, operand_names[j]);
     const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(j);
     Input& input = p.*(operand->slot);
-    if (!broadcast(span_of(buffer.dimensions()), dims, attributes.axis, input.at)) {
+    if (!broadcast(dims_of(buffer, attributes), attributes.repeated[j], full, attributes.axis,
+                   input.at)) {
       return check.error("operand", operand->name,
                          "alternates between broadcast and full axes more than " +
                              std::to_string(kMaxAxes) + " times on one side of time");
@@ -344,13 +369,13 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     }
     output.dtype = *dtype;
     std::vector<int64_t> expected = full;
-    const bool over_time = result->extent == Extent::kSumOverTime && p.time > 1 &&
-                           buffer.dimensions()[attributes.axis] == 1;
+    const Dims dims = dims_of(buffer, attributes);
+    const bool over_time =
+        result->extent == Extent::kSumOverTime && p.time > 1 && dims[attributes.axis] == 1;
     if (one_step || over_time) expected[attributes.axis] = 1;
-    if (to_string(span_of(buffer.dimensions())) != to_string(expected)) {
+    if (dims != expected) {
       return check.error("result", result->name,
-                         "has shape " + to_string(span_of(buffer.dimensions())) + ", expected " +
-                             to_string(expected));
+                         "has shape " + to_string(dims) + ", expected " + to_string(expected));
     }
     if (result->extent == Extent::kSumOverTime) p.da_over_time = over_time;
   }
@@ -359,7 +384,9 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   if (op == Op::kScan && p.has_h0 != (p.init.data != nullptr)) {
     return check.error("attribute 'has_h0' disagrees with operand 'h0'");
   }
-  if (op == Op::kScan && !p.y.data) return check.error("result", "h", "is missing");
+  if (op == Op::kScan && !p.y.data && !p.final.data) {
+    return check.error("neither 'h' nor 'state' is among the results");
+  }
   if (op == Op::kTangent && !p.y.data) return check.error("result", "dh", "is missing");
   const bool needs_h = op == Op::kTangent ? p.da.data != nullptr : p.da_out.data != nullptr;
   if (needs_h && (!p.h.data || (p.has_h0 && !p.h0.data))) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "core/problem.h"
@@ -15,10 +16,14 @@ struct Attributes {
   std::string_view operands;  // the names of the operands that are there, in order: "a b h0 reset"
   std::string_view results;   // likewise: "h state"
   std::string_view state;     // the state's dtype: "float32"
-  int64_t axis;               // the time axis
+  int64_t axis;               // the time axis in memory, which is row-major
   int64_t length;             // its size
   bool reverse;
   bool has_h0;
+  bool time_last;  // shapes are written with the time axis last, wherever it lies in memory
+  // For each operand a set of axes in memory, axis k as bit k, in which its entries are all the
+  // same: only the first is read, however many there are.
+  std::span<const int64_t> repeated;
 };
 
 // A result named "workspace": bytes for the kernel's own use.
@@ -48,7 +53,9 @@ auto bind_operands(Binding binding) {
       .template Attr<int64_t>("axis")
       .template Attr<int64_t>("length")
       .template Attr<bool>("reverse")
-      .template Attr<bool>("has_h0");
+      .template Attr<bool>("has_h0")
+      .template Attr<bool>("time_last")
+      .template Attr<xla::ffi::Span<const int64_t>>("repeated");
 }
 
 }  // namespace jax_scan

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <span>
 #include <string_view>
 #include <utility>
 
@@ -23,9 +24,11 @@ constexpr int64_t kSerialElements = 32768;
 template <Op kOp>
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                std::string_view operands, std::string_view results, std::string_view state,
-               int64_t axis, int64_t length, bool reverse, bool has_h0) {
-  ffi::ErrorOr<Call> call =
-      decode(kOp, args, rets, {operands, results, state, axis, length, reverse, has_h0});
+               int64_t axis, int64_t length, bool reverse, bool has_h0, bool time_last,
+               ffi::Span<const int64_t> repeated) {
+  ffi::ErrorOr<Call> call = decode(kOp, args, rets,
+                                   {operands, results, state, axis, length, reverse, has_h0,
+                                    time_last, std::span(repeated.begin(), repeated.size())});
   if (!call.has_value()) return call.error();
   const Problem& problem = call->problem;
   const bool serial = problem.channels() * problem.time < kSerialElements;

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -25,9 +26,11 @@ ffi::Error cuda_error(cudaError_t error) {
 template <Op kOp>
 ffi::Error run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                std::string_view operands, std::string_view results, std::string_view state,
-               int64_t axis, int64_t length, bool reverse, bool has_h0) {
-  ffi::ErrorOr<Call> call =
-      decode(kOp, args, rets, {operands, results, state, axis, length, reverse, has_h0});
+               int64_t axis, int64_t length, bool reverse, bool has_h0, bool time_last,
+               ffi::Span<const int64_t> repeated) {
+  ffi::ErrorOr<Call> call = decode(kOp, args, rets,
+                                   {operands, results, state, axis, length, reverse, has_h0,
+                                    time_last, std::span(repeated.begin(), repeated.size())});
   if (call.has_error()) return call.error();
   const Problem& p = call->problem;
   if (p.outer == 0 || p.time == 0 || p.inner == 0) {

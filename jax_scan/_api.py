@@ -109,6 +109,14 @@ def linear_scan(
     >>> linear_scan(0.5, jax.numpy.ones(4), axis=-1)
     Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32)
     """
+    options = (axis, reverse, reset, return_state, out_dtype)
+    return checked(_primitives.scan, a, b, h0, *options)
+
+
+def checked(
+    scan: Any, a: Any, b: Any, h0: Any, axis, reverse, reset, return_state, out_dtype
+) -> Any:
+    """Checks the arguments of `linear_scan` and runs `scan` on them, with b's rank for all."""
     a, b = _array("a", a), _array("b", b)
     axis = _axis(axis, b)
     reverse = _flag("reverse", reverse)
@@ -143,7 +151,7 @@ def linear_scan(
     if not isinstance(b.shape[axis], int):
         raise ValueError(f"the length of the time axis must be known, got {b.shape[axis]}")
     recurrence = Recurrence(axis, b.shape[axis], reverse, h0 is not None, state)
-    h, last = _primitives.scan(recurrence, operands, dtype, return_state)
+    h, last = scan(recurrence, operands, dtype, return_state)
     return h if last is None else (h, lax.squeeze(last, (axis,)))
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 from jax import lax
-
-if TYPE_CHECKING:
-    import jax
+from jax.core import Tracer
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -27,3 +26,14 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")
     return lax.pvary(x, axes)  # type: ignore[attr-defined]
+
+
+def reshard(x: jax.Array, sharding: Any) -> jax.Array:
+    """`x` sharded over explicit mesh axes. JAX 0.8 has `jax.reshard` in `jax.sharding`.
+
+    There it fails for an array on another device, so what is not traced is put in place.
+    """
+    if not isinstance(x, Tracer) and isinstance(sharding.mesh, jax.sharding.Mesh):
+        return jax.device_put(x, sharding)
+    function = getattr(jax, "reshard", None) or jax.sharding.reshard
+    return function(x, sharding)

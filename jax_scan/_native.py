@@ -68,6 +68,8 @@ def _load(name: str, platform: str) -> ModuleType:
     _check_api(name, tuple(found.ffi_api_version), _installed_api())
     for target, handler in found.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
+        # XLA may split calls that carry `num_batch_dims` over its devices.
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
     return found
 
 

@@ -81,8 +81,8 @@ def _abstract_eval(
         fail(f"operands must be a and some of {op.operands}, in this order")
     if not names or [n for n in op.results if n in names] != names:
         fail(f"results must be some of {op.results}, in this order, got {names}")
-    if op is not COTANGENT and names[0] != op.results[0]:
-        fail(f"{op.results[0]} must be among the results, got {names}")
+    if op is TANGENT and names[0] != "dh":
+        fail(f"dh must be among the results, got {names}")
     if op is SCAN and ("b" not in named or ("h0" in named) != has_h0):
         fail(f"has_h0={has_h0} and an operand b are not what is given")
     if not has_h0 and op is not SCAN and ("dh0" in named or "dh0" in names):
@@ -115,11 +115,11 @@ def _abstract_eval(
     spec = _spec(avals, full, axis, fail)
     outs = []
     for result in results:
-        out = avals[0].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+        changes: dict[str, Any] = {"shape": result.shape, "dtype": result.dtype}
         if spec is not None:
             kept = (s if n == m else None for s, n, m in zip(spec, full, result.shape, strict=True))
-            out = out.update(sharding=out.sharding.update(spec=PartitionSpec(*kept)))
-        outs.append(out)
+            changes["sharding"] = avals[0].sharding.update(spec=PartitionSpec(*kept))
+        outs.append(avals[0].update(weak_type=False, **changes))
     return outs
 
 
@@ -136,7 +136,8 @@ def _spec(avals: Sequence[Any], full: Sequence[int], axis: int, fail: Callable) 
     if spec[axis] is not None:
         fail(
             f"the time axis is sharded over mesh axis {spec[axis]!r}, but a scan needs all of time "
-            "on one device; reshard its inputs first"
+            "on one device; call jax_scan.sequence_parallel_scan with b's sharding, "
+            "jax.typeof(b).sharding, or reshard a and b first"
         )
     return spec
 
@@ -221,6 +222,13 @@ def _bind_full(
     return out[0], out[1] if with_state else None
 
 
+def last_state(recurrence: Recurrence, operands: Operands) -> jax.Array:
+    """The state after the last step alone: h is not written."""
+    full = full_shape(recurrence, [x.shape for x in operands.values()])
+    wanted = Result("state", step_shape(full, recurrence.axis), recurrence.state)
+    return _bind(SCAN, recurrence, operands, [wanted])[0]
+
+
 scan = partial(_bind_full, SCAN)
 tangent = partial(_bind_full, TANGENT)
 cotangent = partial(_bind, COTANGENT)
@@ -245,9 +253,16 @@ def _broadcast(outs: Iterable[jax.Array | None], results: Sequence[Result]) -> l
 
 def _scan_jvp(primals, tangents, *, operands, results, recurrence):
     """dh = tangent(a, h, h0; da, db, dh0), with the tangents that are not zero."""
-    outs = SCAN.primitive.bind(*primals, operands=operands, results=results, recurrence=recurrence)
     named = dict(zip(operands, primals, strict=True))
     dots = {f"d{name}": t for name, t in _active(tangents, operands).items()}
+    if results[0].name != "h":  # only the state is wanted, but the tangent needs h
+        full = full_shape(recurrence, [x.shape for x in primals])
+        wanted = (Result("h", full, recurrence.state), *results)
+        outs, douts = _scan_jvp(
+            primals, tangents, operands=operands, results=wanted, recurrence=recurrence
+        )
+        return outs[1:], douts[1:]
+    outs = SCAN.primitive.bind(*primals, operands=operands, results=results, recurrence=recurrence)
     douts = _tangent_of(recurrence, {**named, "h": outs[0]}, dots, results)
     return outs, douts
 
@@ -298,9 +313,10 @@ def _transpose_to_cotangent(op, cotangents, *args, operands, results, recurrence
     """From cotangents (g, gstate) of results to those of the operands that `op` is linear in."""
     named = dict(zip(operands, args, strict=True))
     unknown = {name: x.aval for name, x in named.items() if ad.is_undefined_primal(x)}
+    names = {"h": "g", "dh": "g", "state": "gstate", "dstate": "gstate"}
     given = {
-        name: ct
-        for name, ct in zip(("g", "gstate"), cotangents, strict=False)
+        names[result.name]: ct
+        for result, ct in zip(results, cotangents, strict=True)
         if not isinstance(ct, ad.Zero)
     }
     if not unknown.keys() <= op.linear.keys():

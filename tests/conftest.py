@@ -18,6 +18,8 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The CPU counts as eight devices, over which tests/devices.py makes meshes.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_report_header() -> str:

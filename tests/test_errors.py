@@ -246,13 +246,6 @@ RAW = {
         R,
         "can't have dtype float64",
     ),
-    "the state alone": (
-        SCAN,
-        {"a": B, "b": B},
-        (Result("state", (2, 1, 3), H.dtype),),
-        R,
-        "h must be among the results",
-    ),
     "reset": (SCAN, {"a": B, "b": B, "reset": B}, (H,), R, "reset must be bool"),
 }
 

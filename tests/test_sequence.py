@@ -1,0 +1,642 @@
+"""Scans whose time axis is split over devices, against loops and `lax.scan` on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, arguments
+from devices import calls, collectives, mesh, put
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import Oracle, check, same
+from programs import lax_scan
+
+from jax_scan import _primitives, _sequence, linear_scan, sequence_parallel_scan
+from jax_scan._reference import Recurrence
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+# Each case, how b is split, and over what.
+CASES = {
+    "batch and time": (Case("", (4, 24, 6), h0=(4, 6)), P("x", "t"), {"x": 2, "t": 4}),
+    "time alone": (Case("", (3, 24, 5), reset=(3, 24)), P(None, "t"), {"t": 8}),
+    "reversed": (
+        Case("", (2, 24, 6), reverse=True, h0=(6,), reset=(24,)),
+        P("x", "t"),
+        {"x": 2, "t": 4},
+    ),
+    "reversed without h0": (
+        Case("", (2, 24, 6), reverse=True),
+        P(None, "t", "x"),
+        {"t": 4, "x": 2},
+    ),
+    "time first": (Case("", (24, 4, 3), axis=0, h0=(4, 3)), P("t", "x"), {"x": 2, "t": 4}),
+    "time last": (Case("", (4, 24), axis=-1, h0=(1,)), P("x", "t"), {"x": 2, "t": 4}),
+    "rank 1": (Case("", (24,), axis=-1, h0=()), P("t"), {"t": 8}),
+    "over two axes": (Case("", (2, 24, 3), h0=(2, 3)), P(None, ("t", "x")), {"x": 2, "t": 4}),
+    "three devices": (Case("", (2, 12, 3), h0=(2, 3), reset=(12,)), P(None, "t"), {"t": 3}),
+    "one step each": (Case("", (2, 8, 3), h0=(2, 3)), P(None, "t"), {"t": 8}),
+    "one device": (Case("", (2, 8, 3), h0=(2, 3)), P(None, "t"), {"t": 1}),
+    "a shared over batch and time": (Case("", (4, 24, 6), a=(6,)), P("x", "t"), {"x": 2, "t": 4}),
+    "a shared over batch and channels": (
+        Case("", (4, 24, 6), a=(24, 1), h0=(4, 1)),
+        P("x", "t"),
+        {"x": 2, "t": 4},
+    ),
+    "a one number": (Case("", (4, 24, 6), a=(), reset=(1, 24)), P("x", "t"), {"x": 2, "t": 4}),
+    "resets at every step": (Case("", (2, 8, 4), reset=(2, 1)), P("x", "t"), {"x": 2, "t": 4}),
+}
+DTYPES = ["float32", "float64", "bfloat16", "float16", "complex64"]
+
+
+def pieces(spec, rank, axis):
+    spec = (*spec, *[None] * (rank - len(spec)))
+    return spec, (*spec[:axis], *spec[axis + 1 :])
+
+
+def fit_spec(spec, shape, full):
+    """The trailing axes of spec, for an operand that may have size 1 in them."""
+    lead = len(spec) - len(shape)
+    return P(
+        *(s if n == m else None for s, n, m in zip(spec[lead:], shape, full[lead:], strict=True))
+    )
+
+
+def given_on(over, case, spec, given):
+    a, b, h0, reset = given
+    axis = case.axis % b.ndim
+    whole, step = pieces(spec, b.ndim, axis)
+    specs = [
+        fit_spec(whole, a.shape, b.shape),
+        P(*whole),
+        None if h0 is None else fit_spec(step, h0.shape, case.step),
+        None if reset is None else fit_spec(whole[: axis + 1], reset.shape, b.shape[: axis + 1]),
+    ]
+    return specs, [
+        None if x is None else put(x, over, s) for x, s in zip(given, specs, strict=True)
+    ]
+
+
+def whole_scan(case, spec, over):
+    """The function of whole arrays."""
+
+    def f(a, b, h0, reset):
+        return sequence_parallel_scan(
+            a,
+            b,
+            h0,
+            sharding=NamedSharding(over, spec),
+            axis=case.axis,
+            reverse=case.reverse,
+            reset=reset,
+            return_state=True,
+        )
+
+    return f
+
+
+def shard_scan(case, spec, over, specs, check_vma=True):
+    """The same inside `jax.shard_map`."""
+    axis = case.axis % len(case.shape)
+    whole, step = pieces(spec, len(case.shape), axis)
+
+    def f(a, b, h0, reset):
+        return sequence_parallel_scan(
+            a,
+            b,
+            h0,
+            axis_name=whole[axis],
+            axis=case.axis,
+            reverse=case.reverse,
+            reset=reset,
+            return_state=True,
+        )
+
+    return jax.shard_map(
+        f, mesh=over, in_specs=tuple(specs), out_specs=(P(*whole), P(*step)), check_vma=check_vma
+    )
+
+
+def oracle_of(case, given):
+    a, b, h0, reset = given
+    return Oracle(a, b, h0, axis=case.axis, reverse=case.reverse, reset=reset)
+
+
+def everything(f):
+    """Value, tangents in all operands, cotangents of all."""
+
+    def run(primals, reset, dots, cts):
+        def g(a, b, h0=None):
+            return f(a, b, h0, reset)
+
+        out, pull = jax.vjp(g, *primals)
+        return out, jax.jvp(g, primals, dots)[1], pull(cts)
+
+    return run
+
+
+@pytest.fixture
+def exchange(request, monkeypatch):
+    """Either way to exchange the maps, whatever the number of devices."""
+    monkeypatch.setattr(_sequence, "_GATHERED", 16 if request.param == "gathered" else 0)
+    _sequence._mapped.cache_clear()
+    yield
+    _sequence._mapped.cache_clear()
+
+
+FORMS = (
+    [(name, "whole", "gathered") for name in CASES]
+    + [
+        (name, form, "gathered")
+        for name in ("batch and time", "reversed", "over two axes", "a shared over batch and time")
+        for form in ("explicit", "shard_map", "shard_map unchecked")
+    ]
+    + [
+        ("batch and time", "explicit", "doubled"),
+        ("time alone", "shard_map", "doubled"),
+        ("reversed", "whole", "doubled"),
+        ("reversed without h0", "shard_map unchecked", "doubled"),
+        ("over two axes", "whole", "doubled"),
+        ("three devices", "whole", "doubled"),
+        ("one device", "whole", "doubled"),
+        ("a one number", "shard_map", "doubled"),
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "form", "exchange"), FORMS, indirect=["exchange"])
+@pytest.mark.usefixtures("exchange")
+def test_S3_values_tangents_and_gradients(name, form):
+    case, spec, sizes = CASES[name]
+    over = mesh(EXPLICIT if form == "explicit" else AUTO, **sizes)
+    given = arguments(case)
+    dots, cts = arguments(case, seed=1), arguments(case._replace(h0=case.step), seed=2)
+    oracle = oracle_of(case, given)
+    primals = [x is not None for x in given[:3]]
+    with jax.set_mesh(over):
+        specs, args = given_on(over, case, spec, given)
+        _, tangents = given_on(over, case, spec, dots)
+        _, (_, g, gstate, _) = given_on(over, case._replace(h0=case.step), spec, cts)
+        if form.startswith("shard_map"):
+            f = shard_scan(case, spec, over, specs, check_vma=form == "shard_map")
+        else:
+            f = whole_scan(case, spec, over)
+        some = [
+            tuple(x for x, is_there in zip(xs, primals, strict=False) if is_there)
+            for xs in (args, tangents)
+        ]
+        out, dout, gradients = jax.jit(everything(f))(some[0], args[3], some[1], (g, gstate))
+        assert out[0].sharding.is_equivalent_to(args[1].sharding, args[1].ndim)
+        assert gradients[1].sharding.is_equivalent_to(args[1].sharding, args[1].ndim)
+    for x, expected in zip(out, oracle.values(), strict=True):
+        check(x, expected, "value")
+    for x, expected in zip(dout, oracle.tangents(*dots[:3]), strict=True):
+        check(x, expected, "tangent")
+    expected = oracle.cotangents(cts.b, cts.h0)
+    for x, name in zip(gradients, expected, strict=True):
+        check(x, expected[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_S3_dtypes(dtype):
+    case, spec, sizes = CASES["batch and time"]
+    over = mesh(**sizes)
+    given, cts = arguments(case, dtype), arguments(case, dtype, seed=2)
+    _, (a, b, h0, _) = given_on(over, case, spec, given)
+
+    def f(a, b, h0, g):
+        scan = partial(sequence_parallel_scan, sharding=NamedSharding(over, spec))
+        h, pull = jax.vjp(scan, a, b, h0)
+        return h, pull(g)
+
+    h, gradients = jax.jit(f)(a, b, h0, put(cts.b, over, spec))
+    oracle = oracle_of(case, given)
+    assert h.dtype == given.b.dtype
+    check(h, oracle.values()[0])
+    for x, expected in zip(gradients, oracle.cotangents(cts.b).values(), strict=True):
+        check(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("reverse", "with_h0", "shared", "third", "exchange"),
+    [
+        (False, True, False, True, "gathered"),
+        (True, False, False, False, "doubled"),
+        (True, True, True, False, "doubled"),
+    ],
+    indirect=["exchange"],
+)
+@pytest.mark.usefixtures("exchange")
+def test_S3_higher_derivatives(reverse, with_h0, shared, third):
+    """Orders two and three, both modes, against `lax.scan` in float64 on one device."""
+    case = Case("", (8, 2, 3), axis=0, h0=(2, 3), reset=(8,), a=(3,) if shared else None)
+    a, b, h0, reset = arguments(case, "float64")
+    over = mesh(x=2, t=4)
+    ours = partial(
+        sequence_parallel_scan, sharding=NamedSharding(over, P("t", "x")), axis=0, reverse=reverse
+    )
+    theirs = partial(lax_scan, reverse=reverse)
+
+    def derivatives(scan, reset):
+        def loss(a, b, h0):
+            return jnp.sum(jnp.sin(scan(a, b, h0 if with_h0 else None, reset=reset)))
+
+        grad = jax.grad(loss, (0, 1, 2))
+
+        def squares(*x):
+            return sum(jnp.sum(y**2) for y in grad(*x))
+
+        again = jax.grad(squares, (0, 1, 2))
+
+        def every(*x):
+            forward = jax.jvp(lambda *x: jax.jvp(loss, x, x)[1], x, x)[1]
+            highest = jax.jvp(again, x, x)[1] if third else ()
+            return jax.jvp(grad, x, x)[1], again(*x), forward, highest
+
+        return jax.jit(every)
+
+    actual = derivatives(ours, put(reset, over, P("t")))(
+        put(a, over, P() if shared else P("t", "x")),
+        put(b, over, P("t", "x")),
+        put(h0, over, P("x")),
+    )
+    jax.tree.map(same, actual, derivatives(theirs, jnp.asarray(reset))(a, b, h0))
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_S3_vmap(axis_type):
+    """A mapped axis before or after time; what is not mapped is the same for all."""
+    over = mesh(axis_type, t=4)
+    b = np.random.default_rng(0).normal(size=(3, 16, 5)).astype(np.float32)
+    a = np.random.default_rng(1).uniform(0.5, 1, (16, 5)).astype(np.float32)
+    oracle = Oracle(a, b)
+    scan = partial(sequence_parallel_scan, sharding=NamedSharding(over, P("t")), axis=0)
+
+    def f(a, b):
+        h, pull = jax.vjp(jax.vmap(scan, in_axes=(None, 0)), a, b)
+        return h, pull(b)
+
+    with jax.set_mesh(over):
+        h, (da, db) = jax.jit(f)(put(a, over, P("t")), put(b, over, P(None, "t")))
+    check(h, oracle.values()[0])
+    check(da, oracle.cotangents(b)["a"])
+    check(db, oracle.cotangents(b)["b"])
+
+
+def communication(length, function):
+    over = mesh(x=2, t=4)
+    spec = P("x", "t")
+    scan = partial(sequence_parallel_scan, sharding=NamedSharding(over, spec))
+    functions = {
+        "value": scan,
+        "state": partial(scan, return_state=True),
+        "gradient": jax.grad(lambda *x: jnp.sum(jnp.sin(scan(*x))), (0, 1, 2)),
+        "gradient without h0": jax.grad(lambda *x: jnp.sum(jnp.sin(scan(*x[:2]))), (0, 1)),
+        "tangent": lambda *x: jax.jvp(scan, x, x),
+        "second": jax.grad(
+            lambda *x: jnp.sum(jax.grad(lambda *x: jnp.sum(jnp.sin(scan(*x))))(*x) ** 2), (0, 1, 2)
+        ),
+    }
+    b, h0 = np.ones((4, length, 6), np.float32), np.ones((4, 6), np.float32)
+    args = put(b, over, spec), put(b, over, spec), put(h0, over, P("x"))
+    text = jax.jit(functions[function]).lower(*args).compile().as_text()
+    return collectives(text), calls(text)
+
+
+STEP = (2, 1, 6)  # of one device: half of the batch
+PAIRS = ("all-gather", (4, 2, *STEP))
+SUM = ("all-reduce", STEP)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "kernels"),
+    [
+        ("value", [PAIRS], 3),
+        ("state", [PAIRS, SUM], 3),
+        # Besides the kernels of the value: the cotangent of the own summary, that of the scan over
+        # shards, and the one that writes the gradients.
+        ("gradient", [PAIRS, SUM, ("reduce-scatter", (1, *STEP))], 6),
+        ("gradient without h0", [PAIRS, ("reduce-scatter", (1, *STEP))], 6),
+        ("tangent", [("all-gather", (4, *STEP)), PAIRS], 6),
+    ],
+)
+def test_S3_what_is_sent(function, expected, kernels):
+    """One exchange of a pair per channel, one of a number for the gradient; whatever the length."""
+    short, long = communication(16, function), communication(4096, function)
+    assert short[0] == sorted(expected)
+    assert long[0] == short[0]
+    assert len(short[1]) == len(long[1]) == kernels
+
+
+@pytest.mark.parametrize("exchange", ["doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_S3_what_many_devices_send():
+    """As often as the number of devices doubles, and once more for the state."""
+    moved = [("collective-permute", STEP)] * 3
+    for length in (16, 4096):
+        assert communication(length, "value")[0] == sorted(
+            [("collective-permute", (2, *STEP))] * 2 + moved[:1]
+        )
+        assert communication(length, "gradient without h0")[0] == sorted(
+            [("collective-permute", (2, *STEP))] * 2 + moved[:1] + moved
+        )
+
+
+def test_S3_what_higher_derivatives_send_does_not_grow():
+    short, long = communication(16, "second")[0], communication(4096, "second")[0]
+    assert short == long
+    assert max(np.prod(shape) for _, shape in short) <= 4 * 2 * np.prod(STEP)
+
+
+def test_S3_a_call_is_compiled_once(monkeypatch):
+    """Outside of `jax.jit` too: equal calls share one compiled function."""
+    traced = []
+    scan = _sequence._scan
+
+    def counted(*args, **options):
+        traced.append(args)
+        return scan(*args, **options)
+
+    monkeypatch.setattr(_sequence, "_scan", counted)
+    over = mesh(t=4)
+    b = np.ones((2, 20, 3), np.float32)
+    for _ in range(2):
+        x = put(b, over, P(None, "t"))
+        h = sequence_parallel_scan(x, x, sharding=x.sharding)
+        check(h, Oracle(b, b).values()[0])
+    assert len(traced) == 1
+
+
+def on_devices(a, b, h0=None, reset=None, count=4, **options):
+    over = mesh(t=count)
+    args = [put(x, over, P(None, "t")) for x in (a, b)]
+    if h0 is not None:
+        args.append(put(h0, over, P()))
+    if reset is not None:
+        options["reset"] = put(reset, over, P(None, "t"))
+    return partial(
+        sequence_parallel_scan, sharding=NamedSharding(over, P(None, "t")), **options
+    ), args
+
+
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N1_products_that_overflow():
+    """Where the loop stays finite since its state is zero, so does the result."""
+    rng = np.random.default_rng(0)
+    a = np.full((1, 32, 3), 1e9, np.float32)
+    b = np.zeros((1, 32, 3), np.float32)
+    a[:, 24:] = 0.5
+    b[:, 24:] = rng.normal(size=(1, 8, 3))
+    scan, args = on_devices(a, b)
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    check(h, Oracle(a, b).values()[0])
+    # A gradient that stops at a reset does not meet the product either.
+    reset = np.zeros((1, 32), bool)
+    reset[:, 24] = True
+    scan, args = on_devices(a, b, reset=reset)
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    oracle = Oracle(a, b, reset=reset)
+    check(h, oracle.values()[0])
+    g = np.zeros_like(b)
+    g[:, 24:] = 1
+    for x, expected in zip(pull(jnp.asarray(g)), oracle.cotangents(g).values(), strict=True):
+        check(x, expected)
+
+
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N1_a_product_is_taken_in_the_order_of_the_steps():
+    """Zeros first: what follows them can't overflow, in whatever direction time runs."""
+    a = np.full((1, 32, 2), 1e20, np.float32)
+    a[:, ::8] = 0
+    b = np.zeros_like(a)
+    h0 = np.ones((1, 2), np.float32)
+    for reverse in (False, True):
+        factors = a[:, ::-1] if reverse else a
+        scan, args = on_devices(factors, b, h0, reverse=reverse, return_state=True)
+        for x, expected in zip(
+            scan(*args), Oracle(factors, b, h0, reverse=reverse).values(), strict=True
+        ):
+            check(x, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N1_what_is_not_finite_stays_behind_a_reset(value):
+    a = np.full((1, 16, 2), 0.5, np.float32)
+    b = np.ones_like(a)
+    b[0, 5, 1] = value
+    a[0, 9, 0] = value
+    reset = np.zeros((1, 16), bool)
+    reset[0, 9] = True
+    scan, args = on_devices(a, b, reset=reset)
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    oracle = Oracle(a, b, reset=reset)
+    check(h, oracle.values()[0])
+    g = np.zeros_like(b)
+    g[:, 10:] = 1
+    for x, expected in zip(pull(jnp.asarray(g)), oracle.cotangents(g).values(), strict=True):
+        check(x[:, 9:], expected._replace(value=expected.value[:, 9:], bound=expected.bound[:, 9:]))
+
+
+def test_G3_factors_that_are_zero():
+    """Derivatives by a factor of zero are those of the loop: nothing divides by a."""
+    case = Case("", (1, 16, 3), h0=(1, 3))
+    a, b, h0, _ = arguments(case, "float64")
+    a[:, ::3] = 0
+    scan, args = on_devices(a, b, h0)
+    g = np.random.default_rng(1).normal(size=b.shape)
+    gradients = jax.vjp(jax.jit(scan), *args)[1](jnp.asarray(g))
+    for x, expected in zip(gradients, Oracle(a, b, h0).cotangents(g).values(), strict=True):
+        check(x, expected)
+
+
+def test_E1_empty_batch():
+    x = np.ones((0, 16, 3), np.float32)
+    scan, args = on_devices(x, x, return_state=True)
+    h, state = scan(*args)
+    assert h.shape == x.shape
+    assert state.shape == (0, 3)
+
+
+def test_S3_long_scans():
+    """Long enough for the paths of long scans on each device, with other axes left to XLA."""
+    case = Case("", (2, 8192, 4), h0=(2, 4))
+    given = arguments(case)
+    over = mesh(t=4, x=2)
+    _, (a, b, h0, _) = given_on(over, case, P("x", "t"), given)
+    h = sequence_parallel_scan(a, b, h0, sharding=b.sharding)
+    check(h, oracle_of(case, given).values()[0])
+
+
+def test_S3_inside_a_shard_map_over_time_alone():
+    """The other axes are left to XLA."""
+    case = Case("", (4, 16, 6), h0=(4, 6))
+    given = arguments(case)
+    over = mesh(x=2, t=4)
+    _, (a, b, h0, _) = given_on(over, case, P("x", "t"), given)
+    f = jax.shard_map(
+        partial(sequence_parallel_scan, axis_name="t"),
+        mesh=over,
+        in_specs=(P(None, "t"), P(None, "t"), P()),
+        out_specs=P(None, "t"),
+        axis_names={"t"},
+    )
+    g = np.random.default_rng(1).normal(size=case.shape).astype(np.float32)
+    h, pull = jax.vjp(jax.jit(f), a, b, h0)
+    oracle = oracle_of(case, given)
+    check(h, oracle.values()[0])
+    for x, expected in zip(pull(jnp.asarray(g)), oracle.cotangents(g).values(), strict=True):
+        check(x, expected)
+
+
+def test_S3_the_sharding_of_an_explicit_array():
+    """What the error of `linear_scan` says to call."""
+    over = mesh(EXPLICIT, x=2, t=4)
+    a, b, _, _ = arguments(Case("", (4, 16, 6)))
+    with jax.set_mesh(over):
+        args = put(a, over, P("x", "t")), put(b, over, P("x", "t"))
+
+        @jax.jit
+        def f(a, b):
+            return sequence_parallel_scan(a, b, sharding=jax.typeof(b).sharding)
+
+        check(f(*args), Oracle(a, b).values()[0])
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_S3_arrays_that_are_sharded_otherwise_are_moved(axis_type):
+    over = mesh(axis_type, x=2, t=4)
+    case = Case("", (4, 16, 6), a=(16, 6), h0=(6,), reset=(16,))
+    given = arguments(case)
+    a, b, h0, reset = given
+    oracle = oracle_of(case, given)
+    split = NamedSharding(over, P("x", "t"))
+
+    def f(a, b, h0, reset, g):
+        scan = partial(sequence_parallel_scan, sharding=split, reset=reset)
+        h, pull = jax.vjp(scan, a, b, h0)
+        return h, pull(g)
+
+    with jax.set_mesh(over):
+        for spec in (P(), P("t"), P(None, ("x", "t"))):
+            args = put(b, over, spec), put(h0, over, P("x")), put(reset, over, P())
+            h, gradients = jax.jit(f)(put(a, over, P()), *args, jax.device_put(b, split))
+            check(h, oracle.values()[0])
+            for x, expected in zip(gradients, oracle.cotangents(b).values(), strict=True):
+                check(x, expected)
+    check(sequence_parallel_scan(a, b, sharding=split), Oracle(a, b).values()[0])
+
+
+def test_checkpoint():
+    case = Case("", (2, 16, 3), h0=(2, 3))
+    a, b, h0, _ = arguments(case, "float64")
+    scan, args = on_devices(a, b, h0)
+
+    def loss(*x):
+        return jnp.sum(jnp.sin(scan(*x)))
+
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+    jax.tree.map(same, jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*args), expected)
+
+
+def test_the_last_state_alone():
+    """The scan that writes no h, and its derivatives."""
+    case = Case("", (2, 9, 3), h0=(2, 3))
+    a, b, h0, _ = arguments(case, "float64")
+    recurrence = Recurrence(1, 9, False, True, np.dtype(np.float64))
+    oracle = Oracle(a, b, h0)
+
+    def last(a, b, h0):
+        return _primitives.last_state(recurrence, {"a": a, "b": b, "h0": h0[:, None]})[:, 0]
+
+    args = tuple(map(jnp.asarray, (a, b, h0)))
+    state, dstate = jax.jit(lambda *x: jax.jvp(last, x, x))(*args)
+    check(state, oracle.values()[1])
+    check(dstate, oracle.tangents(a, b, h0)[1])
+    gradients = jax.vjp(last, *args)[1](jnp.asarray(h0))
+    zeros = np.zeros_like(b)
+    for x, expected in zip(gradients, oracle.cotangents(zeros, h0).values(), strict=True):
+        check(x, expected)
+    linear = jax.linear_transpose(lambda b: last(args[0], b, 0 * args[2]), args[1])
+    check(linear(jnp.asarray(h0))[0], oracle.cotangents(zeros, h0)["b"])
+    mapped = jax.vmap(last, in_axes=(0, 0, 0))(*(x[:, None] for x in args))
+    check(mapped[:, 0], oracle.values()[1])
+    text = jax.jit(last).lower(*args).as_text()
+    assert 'results = "state' in text
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+X = np.ones((2, 16, 6), np.float32)
+
+
+def bad(match, error=ValueError, *, a=X, b=X, spec=(None, "t"), **options):
+    if "sharding" not in options and "axis_name" not in options:
+        options["sharding"] = NamedSharding(mesh(x=2, t=4), P(*spec))
+    with pytest.raises(error, match=match):
+        sequence_parallel_scan(a, b, **options)
+
+
+def test_bad_sharding():
+    odd = np.ones((2, 18, 6), np.float32)
+    bad(
+        "the time axis of b has size 18, which does not divide over the 4 devices of mesh axis 't'",
+        a=1.0,
+        b=odd,
+    )
+    bad("axis 2 of b has size 6, which does not divide over the 4 devices", spec=(None, "x", "t"))
+    bad("does not split the time axis 1 of b; linear_scan takes", spec=("t",))
+    bad("has more axes than b of shape", spec=(None, "t", None, "x"))
+    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=mesh(t=4))
+    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=P(None, "t"))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=one)
+    both = {"sharding": NamedSharding(mesh(t=4), P(None, "t")), "axis_name": "t"}
+    bad("give either axis_name", TypeError, **both)
+    bad("give either axis_name", TypeError, sharding=None)
+
+
+def test_bad_axis_name():
+    bad("axis_name 't' is not a mesh axis over which jax.shard_map has split", axis_name="t")
+    bad("axis_name must be the name of a mesh axis", TypeError, axis_name=3)
+    bad("axis_name must be the name of a mesh axis", TypeError, axis_name=())
+    for kind in (AUTO, EXPLICIT):
+        with jax.set_mesh(mesh(kind, t=4)):
+            bad("axis_name 't' is not a mesh axis over which jax.shard_map", axis_name="t")
+
+    def inside(**options):
+        over = mesh(x=2, t=4)
+        f = jax.shard_map(
+            lambda x: sequence_parallel_scan(x, x, **options),
+            mesh=over,
+            in_specs=P(None, "t"),
+            out_specs=P(None, "t"),
+        )
+        jax.jit(f)(X)
+
+    with pytest.raises(ValueError, match="axis_name 'nothing' is not a mesh axis"):
+        inside(axis_name="nothing")
+    with pytest.raises(ValueError, match="axis_name has an axis twice"):
+        inside(axis_name=("t", "t"))
+    with pytest.raises(ValueError, match="sharding can't be given inside"):
+        inside(sharding=NamedSharding(mesh(x=2, t=4), P(None, "t")))
+
+
+def test_bad_arguments_are_those_of_linear_scan():
+    bad("a of shape .* does not broadcast to b's shape", a=np.ones((2, 4, 6), np.float32))
+    bad("axis 7 is out of range", axis=7)
+    bad("reset must have dtype bool", TypeError, reset=np.ones((2, 16)))
+    bad("reverse must be True or False", TypeError, reverse=1)
+
+
+def test_one_device_agrees_with_linear_scan_exactly():
+    a, b, h0, _ = arguments(Case("", (2, 33, 5), h0=(2, 5)))
+    scan, args = on_devices(a, b, h0, count=1)
+    np.testing.assert_array_equal(scan(*args), linear_scan(a, b, h0))
