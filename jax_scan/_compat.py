@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jax import lax
+from jax.interpreters import partial_eval
 
 if TYPE_CHECKING:
     import jax
@@ -27,3 +29,15 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")
     return lax.pvary(x, axes)  # type: ignore[attr-defined]
+
+
+def register_dce(primitive: Any, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Registers what becomes of an equation some of whose results are unused.
+
+    `rule` maps (used results, equation) to (used operands, equation or None). That is how JAX calls
+    it up to 0.11; 0.12 also says, in between, which operands are live. Nothing promises that the
+    table stays in `jax.interpreters`: without it only speed is lost.
+    """
+    rules = getattr(partial_eval, "dce_rules", None)
+    if rules is not None:
+        rules[primitive] = lambda used, *rest: rule(used, rest[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,8 +41,46 @@ def scans(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
     ]
 
 
+def calls(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
+    """The custom calls of f's module before XLA's passes, as `scans` has them.
+
+    JAX has dropped what is unused by then. A function that is called twice is there once.
+    """
+    found = re.findall(
+        r'custom_call @jax_scan\.v1\.(\w+)\(.*?operands = "([^"]*)", results = "([^"]*)"',
+        lowered(f, *args),
+    )
+    order = re.findall(r"jax_scan\.v1\.(\w+)", lowered(f, *args))
+    assert len(order) == len(found)
+    return found
+
+
+def lowered(f: Callable, *args: Any, platform: str | None = None) -> str:
+    """The module before XLA's passes."""
+    traced = jax.jit(f).trace(*args)
+    return (traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()).as_text()
+
+
 def compiled(f: Callable, *args: Any) -> str:
     return str(jax.jit(f).lower(*args).compile().as_text())
+
+
+# Operations of a compiled module that neither compute nor move anything.
+PASSIVE = {"bitcast", "constant", "custom-call", "get-tuple-element", "parameter", "tuple"}
+
+
+def movers(program: str, size: int) -> list[str]:
+    """The instructions of a compiled module, fused ones included, that read or make an array of at
+    least `size` elements, besides the custom calls."""
+    found = []
+    for line in program.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if match is None or match[2] in PASSIVE:
+            continue
+        shapes = re.findall(r"\b[a-z]+\d*\[([\d,]*)\]", match[1] + line[match.end() :])
+        if any(math.prod(map(int, filter(None, s.split(",")))) >= size for s in shapes):
+            found.append(line.strip())
+    return found
 
 
 def count(text: str, operation: str) -> int:
