@@ -2,9 +2,9 @@
 
 from jax_scan import _lowering as _lowering
 from jax_scan import _native
-from jax_scan._api import linear_scan
+from jax_scan._api import linear_scan, save_scans
 from jax_scan._native import export_checks, kernels
 
-__all__ = ["export_checks", "kernels", "linear_scan"]
+__all__ = ["export_checks", "kernels", "linear_scan", "save_scans"]
 
 _native.load()

@@ -17,7 +17,7 @@ from jax_scan import linear_scan
 
 
 def test_public_names():
-    assert set(jax_scan.__all__) == {"linear_scan", "kernels", "export_checks"}
+    assert set(jax_scan.__all__) == {"linear_scan", "kernels", "export_checks", "save_scans"}
 
 
 def test_X8_import_starts_no_backend_and_loads_no_torch(python):
