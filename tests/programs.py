@@ -88,17 +88,43 @@ def count(text: str, operation: str) -> int:
     return len(re.findall(rf" {operation}\(", text))
 
 
-def lax_scan(a, b, h0=None, *, reverse=False, reset=None):
-    """The recurrence over axis 0 by `lax.scan`, all of it differentiated by JAX."""
-    a = jnp.broadcast_to(a, b.shape)
-    mask = jnp.zeros(b.shape[0], bool) if reset is None else reset
-    if h0 is None:
-        h0 = jnp.zeros(b.shape[1:], b.dtype)
-        mask = mask.at[-1 if reverse else 0].set(True)
+def lax_scan(
+    a: Any,
+    b: Any,
+    h0: Any = None,
+    *,
+    axis: int = -2,
+    reverse: bool = False,
+    reset: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """`linear_scan` of float64 or complex128 data by `lax.scan`; JAX differentiates all of it."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    axis %= b.ndim
+    step = (*b.shape[:axis], *b.shape[axis + 1 :])
 
-    def step(h, now):
+    def in_time(x, dtype):
+        x = jnp.asarray(x, dtype)
+        x = x.reshape((1,) * (b.ndim - x.ndim) + x.shape)
+        return jnp.moveaxis(jnp.broadcast_to(x, b.shape), axis, 0)
+
+    cut = jnp.zeros(b.shape[axis], bool).at[-1 if reverse else 0].set(h0 is None)
+    if reset is not None:
+        reset = jnp.broadcast_to(reset, b.shape[: axis + 1])
+        cut = in_time(reset.reshape(reset.shape + (1,) * (b.ndim - axis - 1)), bool) | cut.reshape(
+            (-1,) + (1,) * len(step)
+        )
+    state = jnp.zeros((), dtype) if h0 is None else jnp.asarray(h0, dtype)
+    state = jnp.broadcast_to(state.reshape((1,) * (len(step) - state.ndim) + state.shape), step)
+
+    def next_step(h, now):
         a, b, cut = now
         h = jnp.where(cut, b, a * h + b)
         return h, h
 
-    return lax.scan(step, h0, (a, b, mask), reverse=reverse)[1]
+    last, h = lax.scan(
+        next_step, state, (in_time(a, dtype), in_time(b, dtype), cut), reverse=reverse
+    )
+    h = jnp.moveaxis(h, 0, axis)
+    return (h, last) if return_state else h

@@ -122,22 +122,6 @@ def test_H1_every_order_of_modes_gives_the_same_hessian():
         np.testing.assert_allclose(other, first, rtol=1e-12, atol=1e-13)
 
 
-def test_H1_custom_jvp_whose_tangent_calls_the_scan():
-    x = given()
-
-    @jax.custom_jvp
-    def f(b):
-        return linear_scan(x["a"], b)
-
-    @f.defjvp
-    def _(primals, tangents):
-        return f(*primals), linear_scan(x["a"], tangents[0])
-
-    actual = jax.grad(lambda b: jnp.sum(jnp.sin(f(b))))(x["b"])
-    expected = jax.grad(lambda b: jnp.sum(jnp.sin(linear_scan(x["a"], b))))(x["b"])
-    np.testing.assert_allclose(actual, expected, rtol=1e-12)
-
-
 def test_linearize():
     x = given()
     out, linear = jax.linearize(lambda x: linear_scan(**x), x)
