@@ -39,18 +39,6 @@ def all_same(actual, expected):
     jax.tree.map(same, actual, expected)
 
 
-def test_T1_checkpoint():
-    x = given()
-    plain = jax.jit(GRAD)(*x)
-    for policy in (
-        None,
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.everything_saveable,
-    ):
-        remat = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
-        all_same(jax.jit(remat)(*x), plain)
-
-
 def test_G7_chained_scans_in_one_jit():
     a, b, _ = given(Case("", (2, 7, 3), h0=(2, 3)))
     a2 = a[::-1]
@@ -64,46 +52,9 @@ def test_G7_chained_scans_in_one_jit():
     all_same(ours(a, a2, b), reference)
 
 
-def test_inside_lax_control_flow():
-    a, b, h0 = given()
-
-    def layers(b):
-        def layer(x, a):
-            return jnp.tanh(linear_scan(a, x)), None
-
-        return jnp.sum(lax.scan(layer, b, jnp.stack([a, a * 0.5]))[0])
-
-    def unrolled(b):
-        for factors in (a, a * 0.5):
-            b = jnp.tanh(linear_scan(factors, b))
-        return jnp.sum(b)
-
-    all_same(jax.jit(jax.grad(layers))(b), jax.jit(jax.grad(unrolled))(b))
-    either = jax.jit(lambda on: lax.cond(on, lambda: linear_scan(a, b, h0), lambda: b))
-    same(either(True), linear_scan(a, b, h0))
-    same(either(False), b)
-
-
 def test_jit_of_grad_of_jit():
     x = given()
     all_same(jax.jit(jax.grad(jax.jit(loss), (0, 1, 2)))(*x), GRAD(*x))
-
-
-def test_disable_jit():
-    x = given(Case("", (2, 5, 3), h0=(2, 3)))
-    expected = GRAD(*x)
-    empty = jnp.ones((2, 0, 3))
-    with jax.disable_jit():
-        all_same(GRAD(*x), expected)
-        assert linear_scan(empty, empty).shape == empty.shape
-
-
-def test_debug_nans():
-    a, b, h0 = given()
-    with jax.debug_nans(True):
-        GRAD(a, b, h0)
-        with pytest.raises(FloatingPointError):
-            linear_scan(a, b.at[0, 3, 1].set(jnp.nan))
 
 
 def test_X3_donation():
