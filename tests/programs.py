@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax import numpy as jnp
 
 SCANS = ("linear_scan", "linear_scan_tangent", "linear_scan_cotangent")
 
@@ -109,7 +110,8 @@ def lax_scan(
         x = x.reshape((1,) * (b.ndim - x.ndim) + x.shape)
         return jnp.moveaxis(jnp.broadcast_to(x, b.shape), axis, 0)
 
-    cut = jnp.zeros(b.shape[axis], bool).at[-1 if reverse else 0].set(h0 is None)
+    cut = np.zeros(b.shape[axis], bool)
+    cut[slice(-1, None) if reverse else slice(1)] = h0 is None
     if reset is not None:
         reset = jnp.broadcast_to(reset, b.shape[: axis + 1])
         cut = in_time(reset.reshape(reset.shape + (1,) * (b.ndim - axis - 1)), bool) | cut.reshape(
