@@ -115,3 +115,19 @@ def test_long_scan_in_a_jit_with_neighbours():
     a, b, h0, _ = arguments(case)
     h = jax.jit(lambda a, b, h0: linear_scan(a * 1, b + 0, h0 * 1))(a, b, h0)
     check(h, Oracle(a, b, h0).values()[0])
+
+
+def test_values_while_tracing():
+    """`eval_shape`, evaluation at compile time, and closed-over constants."""
+    a, b, h0 = given()
+    shape = jax.eval_shape(GRAD, a, b, h0)
+    assert [x.shape for x in shape] == [a.shape, b.shape, h0.shape]
+
+    @jax.jit
+    def f(scale):
+        with jax.ensure_compile_time_eval():
+            h = linear_scan(a, b, h0)
+            assert not isinstance(h, jax.core.Tracer)
+        return h * scale + linear_scan(a, b, h0)
+
+    same(f(2.0), 3 * lax_scan(a, b, h0))
