@@ -71,14 +71,14 @@ PASSIVE = {"bitcast", "constant", "custom-call", "get-tuple-element", "parameter
 
 
 def movers(program: str, size: int) -> list[str]:
-    """The instructions of a compiled module, fused ones included, that read or make an array of at
-    least `size` elements, besides the custom calls."""
+    """The instructions of a compiled module, fused ones included, that make an array of at least
+    `size` elements, besides the custom calls."""
     found = []
     for line in program.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
         if match is None or match[2] in PASSIVE:
             continue
-        shapes = re.findall(r"\b[a-z]+\d*\[([\d,]*)\]", match[1] + line[match.end() :])
+        shapes = re.findall(r"\b[a-z]+\d*\[([\d,]*)\]", match[1])
         if any(math.prod(map(int, filter(None, s.split(",")))) >= size for s in shapes):
             found.append(line.strip())
     return found

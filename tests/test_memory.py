@@ -46,7 +46,7 @@ def forward(f, *x):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_P2_nothing_moves_an_operand(variant):
-    """Besides the custom calls no instruction reads or makes an array of b's size or a's."""
+    """Besides the custom calls no instruction makes an array of b's size."""
     case, options = VARIANTS[variant]
     x = given(case)
     f = partial(linear_scan, **options)
@@ -56,8 +56,6 @@ def test_P2_nothing_moves_an_operand(variant):
         (partial(forward, f), x, ["scan", "tangent"]),
         (partial(pullback, f), (f(*x), *x), ["scan", "cotangent"]),
     ):
-        if kernels[-1] != "scan" and x[0].shape == (8, 256, 1):
-            continue  # sums over channels are XLA's
         program = compiled(g, *args)
         found = [k for k in kernels if f'custom_call_target="jax_scan.v1.{k}' in program]
         assert found == kernels
@@ -80,12 +78,8 @@ def test_P2_nothing_moves_an_operand_of_a_mapped_scan(mapped, at):
     program = compiled(f, *args)
     assert movers(program, 4 * 64 * 8) == [], program
     backward = compiled(lambda ct, *x: jax.vjp(f, *x)[1](ct), f(*args), *args)
-    found = movers(backward, 4 * 64 * 8 * n)
-    # Where an unmapped argument has a gradient its sum over the items is all that XLA adds.
-    assert all("reduce" in line for line in found), found
-    assert "broadcast(" not in "".join(found)
-    if len(names) == 3:
-        assert found == []
+    # What is not mapped has a gradient that is summed over the items, and not copied either.
+    assert movers(backward, 4 * 64 * 8 * n) == [], backward
 
 
 def test_P2_gradient_of_shared_factors_is_summed_in_the_kernel():
