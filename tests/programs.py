@@ -48,7 +48,7 @@ def calls(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
     JAX has dropped what is unused by then. A function that is called twice is there once.
     """
     found = re.findall(
-        r'custom_call @jax_scan\.v1\.(\w+)\(.*?operands = "([^"]*)", results = "([^"]*)"',
+        r'custom_call @jax_scan\.v1\.(\w+)\(.*?operands = "([^"]*)".*?results = "([^"]*)"',
         lowered(f, *args),
     )
     order = re.findall(r"jax_scan\.v1\.(\w+)", lowered(f, *args))
