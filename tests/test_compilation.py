@@ -169,6 +169,11 @@ def test_X3_no_operand_shares_memory_with_a_result():
     assert "jax_scan.v1.cotangent" in program
     assert "output_to_operand_aliasing" not in program
     assert count(program, "copy") == 0
+    between = jax.jit(lambda a, b: linear_scan(a, b * 2) + 1, donate_argnums=1)
+    a, b, _ = given()
+    program = str(between.lower(a, b).compile().as_text())
+    assert "input_output_alias" in program
+    assert count(program, "copy") == 0
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
