@@ -3,12 +3,13 @@
 A chain is applied from the inside out: tangents and pullbacks, each in a random set of arguments
 and in one fixed direction, `vmap` of a random subset of arguments at random places, and `jit`.
 JAX_SCAN_TEST_EXAMPLES in the environment sets how many chains are drawn, other ones each time;
-`--hypothesis-show-statistics` counts what they were made of.
+`pytest -rP` prints what they were made of.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,20 +17,43 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import DTYPES, normal
-from hypothesis import event, given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from programs import lax_scan
 
 from jax_scan import linear_scan
 
 EXAMPLES = int(os.environ.get("JAX_SCAN_TEST_EXAMPLES", "0"))
+# Hypothesis varies what it has drawn before, so a few short runs see more than a long one.
+PARTS = range(8)
 
 
-def profile(examples: int) -> settings:
-    return settings(
-        max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None, database=None
-    )
+def for_many(check: Callable, strategies: Any, part: int) -> None:
+    """Runs check(problem, chain) on many of them, always the same ones by default."""
+    counts: Counter[str] = Counter()
+    examples = max(EXAMPLES // len(PARTS), 1) if EXAMPLES else 10
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(*strategies)
+    def run(problem, chain):
+        order = sum(stage.kind in ("tangent", "pullback") for stage in chain)
+        mapped = sum(stage.kind == "vmap" for stage in chain)
+        counts.update(
+            [
+                "chains",
+                f"order {order}",
+                f"{mapped} mapped axes",
+                f"rank {len(problem.shapes['b'])}",
+            ]
+        )
+        counts.update(f"with {name}" for name in problem.shapes)
+        counts.update(f"{name} {value}" for name, value in problem.options.items())
+        check(problem, chain)
+
+    (run if EXAMPLES else seed(part)(run))()
+    print(dict(sorted(counts.items())))
 
 
 class Problem(NamedTuple):
@@ -50,7 +74,7 @@ class Stage(NamedTuple):
 
 
 @st.composite
-def problems(draw, dtypes: st.SearchStrategy[dict[str, str]], most: int) -> Problem:
+def problems(draw, dtypes: st.SearchStrategy[dict[str, str]], lengths: list[int]) -> Problem:
     def broadcast(shape: tuple[int, ...]) -> tuple[int, ...]:
         """Axes of size 1 and missing axes."""
         shape = tuple(1 if draw(st.booleans()) else n for n in shape)
@@ -61,7 +85,7 @@ def problems(draw, dtypes: st.SearchStrategy[dict[str, str]], most: int) -> Prob
     rank = draw(st.integers(1, 4))
     axis = draw(st.integers(0, rank - 1))
     sizes = st.integers(1, 3)
-    shape = tuple(draw(st.integers(0, most) if k == axis else sizes) for k in range(rank))
+    shape = tuple(draw(st.sampled_from(lengths) if k == axis else sizes) for k in range(rank))
     shapes = {"a": shape if draw(st.booleans()) else broadcast(shape), "b": shape}
     if draw(st.booleans()):
         shapes["h0"] = broadcast((*shape[:axis], *shape[axis + 1 :]))
@@ -78,7 +102,9 @@ def problems(draw, dtypes: st.SearchStrategy[dict[str, str]], most: int) -> Prob
 @st.composite
 def chains(draw, derivatives: int, others: int) -> list[Stage]:
     def some(kinds: list[str], most: int) -> list[str]:
-        return [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(0, most)))]
+        return [
+            draw(st.sampled_from(kinds)) for _ in range(draw(st.sampled_from(range(most, -1, -1))))
+        ]
 
     kinds = some(["tangent", "pullback"], derivatives) + some(["vmap", "vmap", "jit"], others)
     names = st.frozensets(st.sampled_from(["a", "b", "h0", "reset"]), min_size=1)
@@ -186,15 +212,6 @@ def compare(actual: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(x).astype(y.dtype), y, rtol=0, atol=atol)
 
 
-def count(problem: Problem, chain: list[Stage]) -> None:
-    order = sum(s.kind in ("tangent", "pullback") for s in chain)
-    event(f"order of derivative: {order}")
-    event(f"mapped axes: {sum(s.kind == 'vmap' for s in chain)}")
-    event(f"arguments: {' '.join(problem.shapes)}")
-    event("options: " + " ".join(k for k, v in problem.options.items() if v is True))
-    event("chain: " + " ".join(s.kind for s in chain))
-
-
 # ---- Tests ---------------------------------------------------------------------------------------
 
 DOUBLE = st.sampled_from(
@@ -206,13 +223,16 @@ DOUBLE = st.sampled_from(
 )
 
 
-@profile(80)
-@given(problems(DOUBLE, most=5), chains(derivatives=3, others=2))
-def test_chains_of_transformations(problem, chain):
+@pytest.mark.parametrize("part", PARTS)
+def test_chains_of_transformations(part):
     """Derivatives up to the third order, of mapped scans and mapped, in any order."""
-    count(problem, chain)
-    with jax.numpy_dtype_promotion("standard"):
-        compare(*run(problem, chain), tolerance=1e-11)
+
+    def check(problem, chain):
+        with jax.numpy_dtype_promotion("standard"):
+            compare(*run(problem, chain), tolerance=1e-11)
+
+    lengths = [3, 4, 5, 2, 4, 5, 1, 3, 4, 0]
+    for_many(check, (problems(DOUBLE, lengths), chains(derivatives=3, others=2)), part)
 
 
 @st.composite
@@ -223,13 +243,15 @@ def mixed(draw) -> dict[str, str]:
     return {"a": a, "b": b, "h0": wide}
 
 
-@profile(80)
-@given(problems(mixed(), most=9), chains(derivatives=1, others=3))
-def test_dtypes(problem, chain):
+@pytest.mark.parametrize("part", PARTS)
+def test_dtypes(part):
     """Mixed dtypes under a derivative and up to three mapped axes."""
-    count(problem, chain)
-    event("dtypes: " + " ".join(problem.dtypes.values()))
-    # The rounding of what is read and stored, many times over: values are of the order of 1.
-    eps = max(float(jnp.finfo(DTYPES[t]).eps) for t in problem.dtypes.values())
-    with jax.numpy_dtype_promotion("standard"):
-        compare(*run(problem, chain), tolerance=8 * eps)
+
+    def check(problem, chain):
+        # The rounding of what is read and stored, many times over: values are of the order of 1.
+        eps = max(float(jnp.finfo(DTYPES[t]).eps) for t in problem.dtypes.values())
+        with jax.numpy_dtype_promotion("standard"):
+            compare(*run(problem, chain), tolerance=8 * eps)
+
+    lengths = [9, 8, 7, 5, 6, 4, 1, 9, 3, 0]
+    for_many(check, (problems(mixed(), lengths), chains(derivatives=1, others=3)), part)
