@@ -2,8 +2,9 @@
 
 A chain is applied from the inside out: tangents and pullbacks, each in a random set of arguments
 and in one fixed direction, `vmap` of a random subset of arguments at random places, and `jit`.
-JAX_SCAN_TEST_EXAMPLES in the environment sets how many chains are drawn, other ones each time;
-`pytest -rP` prints what they were made of.
+JAX_SCAN_TEST_EXAMPLES in the environment sets how many chains are drawn, other ones each time, and
+makes failures small; the option `-o timeout=0` gives it the time for that. `pytest -rP` prints what
+the chains were made of.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DTYPES, normal
-from hypothesis import given, seed, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from programs import lax_scan
 
@@ -35,7 +36,10 @@ def for_many(check: Callable, strategies: Any, part: int) -> None:
     counts: Counter[str] = Counter()
     examples = max(EXAMPLES // len(PARTS), 1) if EXAMPLES else 10
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    # To shrink a failure means to compile a hundred more programs.
+    phases = [Phase.generate, Phase.shrink] if EXAMPLES else [Phase.generate]
+
+    @settings(max_examples=examples, phases=phases, deadline=None, database=None)
     @given(*strategies)
     def run(problem, chain):
         order = sum(stage.kind in ("tangent", "pullback") for stage in chain)
