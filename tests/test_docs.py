@@ -13,9 +13,12 @@ PAGES = sorted(TESTS.parent.glob("docs/*.md"))
 pytestmark = pytest.mark.skipif(not PAGES, reason="tests without the rest of the source tree")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page, python):
-    for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+@pytest.mark.parametrize("name", ["transforms.md"])
+def test_examples_run(name, python):
+    text = (TESTS.parent / "docs" / name).read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert examples
+    for example in examples:
         python(example)
 
 
