@@ -1,9 +1,10 @@
-"""The public function: what it accepts, and what it says when it does not."""
+"""The public functions: what they accept, and what they say when they do not."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import jax
@@ -153,6 +154,40 @@ def checked(
     recurrence = Recurrence(axis, b.shape[axis], reverse, h0 is not None, state)
     h, last = scan(recurrence, operands, dtype, return_state)
     return h if last is None else (h, lax.squeeze(last, (axis,)))
+
+
+def save_scans(policy: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A policy for `jax.checkpoint` that keeps the results of scans: none of them is run again.
+
+    A gradient keeps h then, one array per scan. A name that `checkpoint_name` gives to h does not
+    keep it, since what the gradient reads is the result of the scan itself.
+
+    Args:
+        policy: Decides about everything else: one of `jax.checkpoint_policies`, those that offload
+            included, or a function of the same kind. By default all else is computed again.
+
+    Raises:
+        TypeError: `policy` is not a function.
+
+    >>> layer = jax.checkpoint(lambda a, b: linear_scan(a, jax.numpy.tanh(b)), policy=save_scans())
+    """
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            f"policy must be a function as in jax.checkpoint_policies, got {_kind(policy)}"
+        )
+    return _SaveScans(policy)
+
+
+@dataclass(frozen=True)
+class _SaveScans:
+    """Equal where its inner policies are, so that JAX's caches see the same policy again."""
+
+    policy: Callable[..., Any] | None
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive in _primitives.PRIMITIVES:
+            return True
+        return self.policy is not None and self.policy(primitive, *avals, **params)
 
 
 def _array(name: str, x: Any) -> jax.Array:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 from jax.core import Tracer
+from jax.interpreters import partial_eval
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -37,3 +39,15 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
         return jax.device_put(x, sharding)
     function = getattr(jax, "reshard", None) or jax.sharding.reshard
     return function(x, sharding)
+
+
+def register_dce(primitive: Any, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Registers what becomes of an equation some of whose results are unused.
+
+    `rule` maps (used results, equation) to (used operands, equation or None). That is how JAX calls
+    it up to 0.11; 0.12 also says, in between, which operands are live. Nothing promises that the
+    table stays in `jax.interpreters`: without it only speed is lost.
+    """
+    rules = getattr(partial_eval, "dce_rules", None)
+    if rules is not None:
+        rules[primitive] = lambda used, *rest: rule(used, rest[-1])

@@ -1,4 +1,4 @@
-"""The three primitives, and their rules for abstract evaluation, differentiation and batching.
+"""The three primitives, and their rules: abstract evaluation, batching, differentiation, dead code.
 
     linear_scan            (a, b, h0?, reset?)                          -> h, state?
     linear_scan_tangent    (a, h?, h0?, reset?, da?, db?, dh0?)         -> dh, dstate?
@@ -18,6 +18,7 @@ result has it, except that those of the cotangent are summed over the axes in wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -57,6 +58,7 @@ def _new(name: str, operands: str, results: str, **linear: str) -> Op:
     op = Op(name, primitive, tuple(operands.split()), tuple(results.split()), linear)
     primitive.def_abstract_eval(partial(_abstract_eval, op))
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
+    _compat.register_dce(primitive, partial(_eliminate, op))
     return op
 
 
@@ -154,6 +156,38 @@ def _is_complex(dtype: Any) -> bool:
     return np.issubdtype(dtype, np.complexfloating)
 
 
+# ---- Dead code -----------------------------------------------------------------------------------
+
+
+def _eliminate(op: Op, used: Sequence[bool], equation: Any) -> tuple[list[bool], Any | None]:
+    """Drops the results that nobody uses, and with da the h and h0 that only da reads.
+
+    h is an operand of the derivatives, so what drops it may drop the scan that it comes from.
+    """
+    operands, results = equation.params["operands"], equation.params["results"]
+    every = [True] * len(operands)
+    if not any(used):
+        return [False] * len(operands), None
+    kept = [u or (op is not COTANGENT and k == 0) for k, u in enumerate(used)]
+    left = tuple(itertools.compress(results, kept))
+    without_da = op is COTANGENT and all(result.name != "da" for result in left)
+    needed = [not (without_da and name in ("h", "h0")) for name in operands]
+
+    recurrence = equation.params["recurrence"]
+    shapes = [v.aval.shape for v in equation.invars]
+    before = full_shape(recurrence, [*shapes, *(r.shape for r in results)])
+    after = full_shape(recurrence, [*itertools.compress(shapes, needed), *(r.shape for r in left)])
+    # What is left is summed over the axes of the full shape: it must not shrink.
+    if after != before or all(kept):
+        return every, equation
+    return needed, equation.replace(
+        invars=list(itertools.compress(equation.invars, needed)),
+        outvars=list(itertools.compress(equation.outvars, kept)),
+        params=equation.params
+        | {"operands": tuple(itertools.compress(operands, needed)), "results": left},
+    )
+
+
 # ---- Batching ------------------------------------------------------------------------------------
 
 
@@ -189,6 +223,7 @@ def _batch(
 SCAN = _new("scan", "a b h0 reset", "h state", b="db", h0="dh0")
 TANGENT = _new("tangent", "a h h0 reset da db dh0", "dh dstate", da="da", db="db", dh0="dh0")
 COTANGENT = _new("cotangent", "a h h0 reset g gstate", "da db dh0", g="dh", gstate="dstate")
+PRIMITIVES = frozenset(op.primitive for op in (SCAN, TANGENT, COTANGENT))
 
 
 # ---- Binding -------------------------------------------------------------------------------------

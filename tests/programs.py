@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax import numpy as jnp
 
 SCANS = ("linear_scan", "linear_scan_tangent", "linear_scan_cotangent")
 
@@ -40,8 +42,46 @@ def scans(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
     ]
 
 
+def calls(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
+    """The custom calls of f's module before XLA's passes, as `scans` has them.
+
+    JAX has dropped what is unused by then. A function that is called twice is there once.
+    """
+    found = re.findall(
+        r'custom_call @jax_scan\.v1\.(\w+)\(.*?operands = "([^"]*)".*?results = "([^"]*)"',
+        lowered(f, *args),
+    )
+    order = re.findall(r"jax_scan\.v1\.(\w+)", lowered(f, *args))
+    assert len(order) == len(found)
+    return found
+
+
+def lowered(f: Callable, *args: Any, platform: str | None = None) -> str:
+    """The module before XLA's passes."""
+    traced = jax.jit(f).trace(*args)
+    return (traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()).as_text()
+
+
 def compiled(f: Callable, *args: Any) -> str:
     return str(jax.jit(f).lower(*args).compile().as_text())
+
+
+# Operations of a compiled module that neither compute nor move anything.
+PASSIVE = {"bitcast", "constant", "custom-call", "get-tuple-element", "parameter", "tuple"}
+
+
+def movers(program: str, size: int) -> list[str]:
+    """The instructions of a compiled module, fused ones included, that make an array of at least
+    `size` elements, besides the custom calls."""
+    found = []
+    for line in program.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if match is None or match[2] in PASSIVE:
+            continue
+        shapes = re.findall(r"\b[a-z]+\d*\[([\d,]*)\]", match[1])
+        if any(math.prod(map(int, filter(None, s.split(",")))) >= size for s in shapes):
+            found.append(line.strip())
+    return found
 
 
 def count(text: str, operation: str) -> int:
@@ -49,17 +89,44 @@ def count(text: str, operation: str) -> int:
     return len(re.findall(rf" {operation}\(", text))
 
 
-def lax_scan(a, b, h0=None, *, reverse=False, reset=None):
-    """The recurrence over axis 0 by `lax.scan`, all of it differentiated by JAX."""
-    a = jnp.broadcast_to(a, b.shape)
-    mask = jnp.zeros(b.shape[0], bool) if reset is None else reset
-    if h0 is None:
-        h0 = jnp.zeros(b.shape[1:], b.dtype)
-        mask = mask.at[-1 if reverse else 0].set(True)
+def lax_scan(
+    a: Any,
+    b: Any,
+    h0: Any = None,
+    *,
+    axis: int = -2,
+    reverse: bool = False,
+    reset: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """`linear_scan` of float64 or complex128 data by `lax.scan`; JAX differentiates all of it."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    axis %= b.ndim
+    step = (*b.shape[:axis], *b.shape[axis + 1 :])
 
-    def step(h, now):
+    def in_time(x, dtype):
+        x = jnp.asarray(x, dtype)
+        x = x.reshape((1,) * (b.ndim - x.ndim) + x.shape)
+        return jnp.moveaxis(jnp.broadcast_to(x, b.shape), axis, 0)
+
+    cut = np.zeros(b.shape[axis], bool)
+    cut[slice(-1, None) if reverse else slice(1)] = h0 is None
+    if reset is not None:
+        reset = jnp.broadcast_to(reset, b.shape[: axis + 1])
+        cut = in_time(reset.reshape(reset.shape + (1,) * (b.ndim - axis - 1)), bool) | cut.reshape(
+            (-1,) + (1,) * len(step)
+        )
+    state = jnp.zeros((), dtype) if h0 is None else jnp.asarray(h0, dtype)
+    state = jnp.broadcast_to(state.reshape((1,) * (len(step) - state.ndim) + state.shape), step)
+
+    def next_step(h, now):
         a, b, cut = now
         h = jnp.where(cut, b, a * h + b)
         return h, h
 
-    return lax.scan(step, h0, (a, b, mask), reverse=reverse)[1]
+    last, h = lax.scan(
+        next_step, state, (in_time(a, dtype), in_time(b, dtype), cut), reverse=reverse
+    )
+    h = jnp.moveaxis(h, 0, axis)
+    return (h, last) if return_state else h

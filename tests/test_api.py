@@ -22,6 +22,7 @@ def test_public_names():
         "sequence_parallel_scan",
         "kernels",
         "export_checks",
+        "save_scans",
     }
 
 

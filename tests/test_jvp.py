@@ -80,20 +80,43 @@ def test_resets_have_no_tangent():
     assert pulled[1].dtype == jax.dtypes.float0
 
 
+DOTS = {
+    "plain": Case("", (2, 9, 3), h0=(2, 3)),
+    "reversed": Case("", (2, 9, 3), h0=(2, 3), reverse=True),
+    "reset": Case("", (2, 9, 3), h0=(2, 3), reset=(9,)),
+    "reset, reversed, no h0": Case("", (2, 9, 3), reset=(2, 9), reverse=True),
+    "shared a": Case("", (2, 9, 3), a=(3,), h0=(1, 3)),
+    "time last": Case("", (2, 3, 9), axis=-1, a=(3, 1), h0=(2, 3)),
+    "time first": Case("", (9, 2), axis=0, a=(9, 1), h0=()),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_H1_dot_products_of_both_modes(dtype):
-    """<g, J x> = <J^T g, x>, for all arguments and results, both directions, with resets."""
+@pytest.mark.parametrize("case", DOTS.values(), ids=DOTS)
+def test_H1_dot_products_of_both_modes(case, dtype):
+    """<g, J x> = <J^T g, x>, of the scan and of its gradient as a function of all its arguments."""
     rng = np.random.default_rng(0)
-    for reverse, reset in itertools.product([False, True], [None, np.arange(9) == 4]):
-        f = partial(linear_scan, reverse=reverse, reset=reset, return_state=True)
-        primals = tuple(given(dtype).values())
-        dots = tuple(normal(rng, x.shape, dtype) for x in primals)
-        out, forward = jax.jvp(f, primals, dots)
-        cts = tuple(normal(rng, x.shape, dtype) for x in out)
-        pulled = jax.vjp(f, *primals)[1](cts)
-        left = sum(np.sum(x * y) for x, y in zip(cts, forward, strict=True))
-        right = sum(np.sum(x * y) for x, y in zip(pulled, dots, strict=True))
-        np.testing.assert_allclose(left, right, rtol=1e-12)
+    *primals, reset = arguments(case, dtype)
+    primals = tuple(jnp.asarray(x) for x in primals if x is not None)
+    f = partial(linear_scan, axis=case.axis, reverse=case.reverse, reset=reset, return_state=True)
+
+    def gradient(cts, *x):
+        return jax.vjp(f, *x)[1](cts)
+
+    def random(tree):
+        return jax.tree.map(lambda x: normal(rng, x.shape, dtype), tree)
+
+    def dot(x, y):
+        pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+        return sum(np.sum(x * y) for x, y in pairs)
+
+    cts = random(f(*primals))
+    for g, x in ((f, primals), (gradient, (cts, *primals))):
+        dots = random(x)
+        out, forward = jax.jit(lambda x, d, g=g: jax.jvp(g, x, d))(x, dots)
+        weights = random(out)
+        pulled = jax.jit(lambda x, w, g=g: jax.vjp(g, *x)[1](w))(x, weights)
+        np.testing.assert_allclose(dot(weights, forward), dot(pulled, dots), rtol=1e-11)
 
 
 def test_H1_hessian_equals_that_of_lax_scan():
@@ -122,26 +145,18 @@ def test_H1_every_order_of_modes_gives_the_same_hessian():
         np.testing.assert_allclose(other, first, rtol=1e-12, atol=1e-13)
 
 
-def test_H1_custom_jvp_whose_tangent_calls_the_scan():
-    x = given()
-
-    @jax.custom_jvp
-    def f(b):
-        return linear_scan(x["a"], b)
-
-    @f.defjvp
-    def _(primals, tangents):
-        return f(*primals), linear_scan(x["a"], tangents[0])
-
-    actual = jax.grad(lambda b: jnp.sum(jnp.sin(f(b))))(x["b"])
-    expected = jax.grad(lambda b: jnp.sum(jnp.sin(linear_scan(x["a"], b))))(x["b"])
-    np.testing.assert_allclose(actual, expected, rtol=1e-12)
-
-
-def test_linearize():
-    x = given()
-    out, linear = jax.linearize(lambda x: linear_scan(**x), x)
-    np.testing.assert_array_equal(out, linear_scan(**x))
-    np.testing.assert_allclose(
-        linear(x), jax.jvp(lambda x: linear_scan(**x), (x,), (x,))[1], rtol=1e-12
-    )
+@pytest.mark.parametrize("jitted", [False, True])
+def test_linearize(jitted):
+    """Linearised once, applied to many tangents, mapped and transposed; nothing is run again."""
+    x = tuple(given().values())
+    f = jax.jit(linear_scan) if jitted else linear_scan
+    out, linear = jax.linearize(f, *x)
+    np.testing.assert_allclose(out, lax_scan(*x), rtol=1e-12)
+    expected = jax.jvp(lax_scan, x, x)[1]
+    np.testing.assert_allclose(linear(*x), expected, rtol=1e-11, atol=1e-12)
+    mapped = jax.vmap(linear)(*(jnp.stack([y, -2 * y]) for y in x))
+    np.testing.assert_allclose(mapped[1], -2 * expected, rtol=1e-11, atol=1e-12)
+    transposed = jax.linear_transpose(linear, *x)(out)
+    for one, other in zip(transposed, jax.vjp(lax_scan, *x)[1](out), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)
+    assert scans(linear, *x) == [("tangent", "a h h0 da db dh0", "dh")]

@@ -46,10 +46,41 @@ def test_check_grads_to_second_order(variant, mode):
     check_grads(jax.jit(partial(linear_scan, **options)), given(case), order=2, modes=[mode])
 
 
+THIRD = {
+    "plain": (Case("", (1, 3, 1), h0=(1, 1)), {}),
+    "reset, reversed": (
+        Case("", (4, 1), h0=(1,)),
+        {"reverse": True, "reset": np.array([0, 0, 1, 0], bool)},
+    ),
+    "shared a, state": (Case("", (3, 2), a=(1, 2)), {"return_state": True}),
+}
+
+
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
-def test_check_grads_to_third_order(mode):
-    case = Case("", (1, 3, 1), h0=(1, 1))
-    check_grads(jax.jit(linear_scan), given(case), order=3, modes=[mode])
+@pytest.mark.parametrize("variant", THIRD)
+def test_check_grads_to_third_order(variant, mode):
+    case, options = THIRD[variant]
+    check_grads(jax.jit(partial(linear_scan, **options)), given(case), order=3, modes=[mode])
+
+
+@pytest.mark.parametrize("modes", ["fwd rev fwd", "rev rev rev", "rev fwd rev", "fwd fwd fwd"])
+def test_H1_third_derivatives_equal_those_of_lax_scan(modes):
+    """Every element of the tensor of third derivatives by factors and terms."""
+    a, b = given(Case("", (3, 1)))
+    jacobians = {"fwd": jax.jacfwd, "rev": jax.jacrev}
+
+    def third(scan):
+        def f(x):
+            return jnp.sum(jnp.cos(scan(*x)))
+
+        for mode in modes.split():
+            f = jacobians[mode](f)
+        return jax.jit(f)((a, b))
+
+    actual, expected = (jax.tree.leaves(third(scan)) for scan in (linear_scan, lax_scan))
+    assert len(actual) == 8
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)
 
 
 def test_G6_complex_gradients_follow_jax():

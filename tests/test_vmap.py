@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, arguments
+from jax import lax
 from oracles import same
-from programs import compiled, count, equations, scans
+from programs import compiled, count, equations, lax_scan, scans
 
 from jax_scan import linear_scan
 
@@ -170,3 +171,65 @@ def test_mapped_empty_scans():
     h, state = jax.vmap(lambda b: linear_scan(0.5, b, 2.0, return_state=True))(b)
     assert h.shape == b.shape
     same(state, np.full((N, 3), 2.0))
+
+
+def test_collectives_over_a_mapped_axis():
+    """`axis_name`, with `psum` before and after; the gradient passes through both."""
+    a, b, h0, _ = batch()
+
+    def loss(scan):
+        def item(a, b, h0):
+            h = scan(a, b - lax.pmean(b, "i"), h0)
+            return lax.psum(jnp.sum(jnp.sin(h)), "i")
+
+        return lambda *x: jax.vmap(item, axis_name="i")(*x)[0]
+
+    actual, expected = (jax.grad(loss(f), (0, 1, 2))(a, b, h0) for f in (linear_scan, lax_scan))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
+
+
+def test_custom_batching_around_a_scan():
+    """A rule for a shared state matrix, and one that runs items one by one."""
+    a, b, *_ = batch()
+
+    @jax.custom_batching.custom_vmap
+    def f(a, b):
+        return linear_scan(a, b)
+
+    @f.def_vmap
+    def _(size, mapped, a, b):
+        assert mapped == [False, True]
+        return linear_scan(a, b), True
+
+    np.testing.assert_allclose(
+        jax.vmap(f, (None, 0))(a[0], b), jax.vmap(lax_scan, (None, 0))(a[0], b), rtol=1e-12
+    )
+    one_by_one = jax.custom_batching.sequential_vmap(linear_scan)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(one_by_one))(a, b), jax.vmap(lax_scan)(a, b), rtol=1e-12
+    )
+    assert scans(jax.vmap(one_by_one), a, b) == [("scan", "a b", "h")]
+
+
+def test_derivatives_of_three_mapped_axes():
+    """Each argument mapped by another level, to second order."""
+    a, b, h0, _ = batch()
+    a, b, h0 = a[:, 0, :3, :2], b[:, 0, :3, :2], h0[:, 0, :2]
+
+    def f(scan):
+        def loss(a, b, h0):
+            return jnp.sum(jnp.sin(scan(a, b, h0)))
+
+        grad = jax.grad(loss, (0, 1, 2))
+
+        def product(*x):
+            return jax.jvp(grad, x, x)[1]
+
+        for axes in ((0, None, None), (None, 0, None), (None, None, 0)):
+            product = jax.vmap(product, axes, axes[0] or 0)
+        return jax.jit(product)(a, b, h0)
+
+    for x, y in zip(f(linear_scan), f(lax_scan), strict=True):
+        assert x.shape[:3] == (N, N, N)
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
