@@ -27,6 +27,7 @@ cudaError_t launch_lookback(const Problem& problem, const Tiling& tiling, const 
                             void* workspace, cudaStream_t stream);
 
 template <class A, class B, class H>
-cudaError_t launch_sequential(const Problem& problem, SequentialPlan plan, cudaStream_t stream);
+cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan,
+                              cudaStream_t stream);
 
 }  // namespace jax_scan
