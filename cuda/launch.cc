@@ -42,9 +42,10 @@ bool fits_sequential(const Problem& p, StreamTypes types) {
 Traffic sequential_traffic(const Problem& p) {
   Traffic traffic;
   for (const Input* in : {&p.a, &p.x, &p.da, &p.h}) {
-    if (in->data && in->at.time_stride != 0) traffic.copied += byte_size(in->dtype);
+    if (!in->data || in->at.time_stride == 0) continue;
+    if (in_pieces(p, *in)) traffic.copied += byte_size(in->dtype);
+    if (in->at.inner_contiguous()) traffic.read += byte_size(in->dtype);
   }
-  traffic.read = traffic.copied;
   if (p.y.data) traffic.written += byte_size(p.y.dtype);
   if (p.da_out.data && !p.da_over_time) traffic.written += byte_size(p.da_out.dtype);
   return traffic;

@@ -81,6 +81,17 @@ __device__ __forceinline__ int64_t opaque(int64_t stride) {
   return stride;
 }
 
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class S>
+__device__ __forceinline__ S from_lane(S value, int lane) {
+  return __shfl_sync(kAllLanes, value, lane);
+}
+template <class R>
+__device__ __forceinline__ Complex<R> from_lane(Complex<R> value, int lane) {
+  return {from_lane(value.re, lane), from_lane(value.im, lane)};
+}
+
 // A barrier of some of the block's warps. arrive() announces and goes on; what was written before
 // it is seen behind the wait() that it completes.
 class Barrier {
@@ -131,9 +142,10 @@ struct Span {
   __device__ bool contains(int step) const { return step >= begin && step < end; }
 };
 
-// One operand's way into a team's registers, the same for all threads. An operand without time is
-// read once. One whose rows lie in 16-byte pieces passes through a ring in shared memory,
-// [slot][group][step][lane], where the team copies whole rows together. Of any other, each thread
+// One operand's way into a team's registers, the same for a warp's threads. An operand without time
+// is read once. One whose rows lie in 16-byte pieces passes through a ring in shared memory,
+// [slot][group][step][lane], where the team copies whole rows together. Of one that is the same for
+// a warp's channels, each lane loads one step's element, a turn ahead. Of any other, each thread
 // loads its own elements when they are needed. (Copying element by element ahead of time is
 // slower.)
 template <class T, class S, int kSteps>
@@ -175,6 +187,24 @@ class Stream {
       source += (walk.at(step) - past) * in.at.time_stride;
     }
     from_ = reinterpret_cast<const char*>(source);
+    if (way_ == Way::kDirect) {
+      int same;
+      __match_all_sync(kAllLanes, reinterpret_cast<uint64_t>(from_), &same);
+      if (same != 0) {
+        way_ = Way::kByWarp;
+        from_ += place.lane * stride_;
+      }
+    }
+  }
+
+  // Loads what is loaded a turn ahead; `there` are the steps of the team's next stage that exist.
+  __device__ __forceinline__ void load_ahead(Span there) {
+    if (way_ != Way::kByWarp) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < kSteps && there.contains(lane)) {
+      value_ = load_as<S>(*reinterpret_cast<const T*>(from_));
+    }
+    from_ += turn_;
   }
 
   // Orders the copies of the team's next stage, as far as it exists.
@@ -211,6 +241,9 @@ class Stream {
     } else if (way_ == Way::kFixed) {
 #pragma unroll
       for (int r = 0; r < kSteps; ++r) out[r] = value_;
+    } else if (way_ == Way::kByWarp) {
+#pragma unroll
+      for (int r = 0; r < kSteps; ++r) out[r] = from_lane(value_, r);
     } else {
       const char* from = from_;
       from_ += turn_;
@@ -228,7 +261,7 @@ class Stream {
   }
 
  private:
-  enum class Way { kFixed, kRing, kDirect };
+  enum class Way { kFixed, kRing, kByWarp, kDirect };
   // Rows that a team copies at once, whatever its size.
   static constexpr int kRowsPerCopy = 32 * 16 / kRowBytes;
   static constexpr int kCopies = kSteps / kRowsPerCopy;
@@ -239,9 +272,9 @@ class Stream {
   int64_t stride_;  // from step to step, in bytes
   int64_t turn_;    // from a team's stage to its next
   const char* from_;
-  char* mine_;  // what this thread reads
-  char* to_;    // where it copies to
-  S value_ = S(0);
+  char* mine_;      // what this thread reads
+  char* to_;        // where it copies to
+  S value_ = S(0);  // of every step, or of this lane's
 };
 
 // Stands in for an operand that an operation does not have.
@@ -251,6 +284,7 @@ class NoStream {
   static constexpr int kGroupBytes = 0;
   template <class... Args>
   __device__ explicit NoStream(const Args&...) {}
+  __device__ __forceinline__ void load_ahead(Span) const {}
   __device__ __forceinline__ void fetch(Span, int) const {}
   __device__ __forceinline__ void read(S (&)[kSteps], Span, int) const {}
 };
@@ -309,7 +343,6 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
   using Y = typename Of::Y;
   using S = typename Of::S;
   constexpr int kSteps = Of::kSteps;
-  constexpr unsigned kAll = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
 
   const Walk walk(p);
@@ -350,12 +383,21 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     close_stage();
   };
 
+  const auto load_ahead = [&](int s0) {
+    a_stream.load_ahead(steps_from(s0));
+    x_stream.load_ahead(steps_from(s0));
+    da_stream.load_ahead(steps_from(s0));
+    h_stream.load_ahead(h_steps(s0));
+  };
+
   const int turn = plan.teams * kSteps;  // steps from a team's stage to its next
   const int slots = plan.slots * place.groups;
 #pragma unroll 1
   for (int k = 0; k < plan.slots; ++k) {
     fetch(place.team * kSteps + k * turn, k * place.groups);
   }
+
+  load_ahead(place.team * kSteps);
 
   const Barrier within_team(1 + place.team, 32 * place.groups);
   const int next_team = place.team + 1 == plan.teams ? 0 : place.team + 1;
@@ -375,7 +417,7 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     reset += p.reset.at.outer_offset(at.o) + p.reset.at.inner_offset(at.i) +
              walk.at(0) * p.reset.at.time_stride;
     int same;
-    __match_all_sync(kAll, reinterpret_cast<uint64_t>(reset), &same);
+    __match_all_sync(kAllLanes, reinterpret_cast<uint64_t>(reset), &same);
     by_warp = same != 0;
   }
   const auto lanes_reset = [&](int s0) -> uint8_t {
@@ -401,7 +443,7 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     // Bit r: step s0 + r of this thread is cut.
     uint32_t cuts = 0;
     if (by_warp) {
-      cuts = __ballot_sync(kAll, my_reset != 0);
+      cuts = __ballot_sync(kAllLanes, my_reset != 0);
       my_reset = lanes_reset(s0 + turn);
     } else if (reset) {
       const int64_t stride = opaque(reset_stride);
@@ -427,6 +469,7 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     h_stream.read(h, h_steps(s0), slot);
     within_team.wait();
     fetch(s0 + plan.slots * turn, slot);
+    load_ahead(s0 + turn);
     slot = slot + place.groups == slots ? 0 : slot + place.groups;
 
     if (kOp != Op::kScan && has_first) {
@@ -457,7 +500,7 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
         s = r < there.end ? s : before;
         h[r] = r < there.end ? h[r] : S(0);
       }
-    } else if (__any_sync(kAll, cuts != 0)) {
+    } else if (__any_sync(kAllLanes, cuts != 0)) {
 #pragma unroll
       for (int r = 0; r < kSteps; ++r) take_step(r, (cuts >> r & 1u) != 0);
     } else {
