@@ -12,17 +12,17 @@ StreamTypes stream_types(const Problem& p) {
   if (p.op == Op::kCotangent) {
     return {p.a.dtype, p.y.data ? p.y.dtype : streamed_h, streamed_h};
   }
-  return {p.a.dtype, p.x.data ? p.x.dtype : p.y.dtype, p.y.dtype};
+  const DType streamed_b = p.x.data ? p.x.dtype : p.y.dtype;
+  return {p.a.dtype, streamed_b, p.y.data ? p.y.dtype : streamed_b};
 }
 
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // The operand's rows can be copied in 16-byte pieces.
-bool streams(const Problem& p, const Input& in, DType expected) {
-  if (!in.data) return true;
+bool in_pieces(const Problem& p, const Input& in) {
   const int64_t vector = 16 / byte_size(in.dtype);
-  if (in.dtype != expected || !aligned(in.data) || !in.at.inner_contiguous() ||
-      p.inner % vector != 0 || in.at.time_stride % vector != 0) {
+  if (!aligned(in.data) || !in.at.inner_contiguous() || p.inner % vector != 0 ||
+      in.at.time_stride % vector != 0) {
     return false;
   }
   for (int k = 0; k < in.at.outer_axes; ++k) {
@@ -31,25 +31,32 @@ bool streams(const Problem& p, const Input& in, DType expected) {
   return true;
 }
 
-bool shared_by_channels(const Broadcast& at) {
-  for (int k = 0; k < at.inner_axes; ++k) {
-    if (at.inner[k].stride != 0) return false;
-  }
-  return true;
-}
+// A warp's threads read neighbouring channels: these must share at least sectors of memory.
+bool has_rows(const Problem& p, StreamTypes types) { return p.inner * byte_size(types.b) >= 32; }
 
+// All that is there has the types that the kernel is compiled for.
 bool fits_sequential(const Problem& p, StreamTypes types) {
   const bool cotangent = p.op == Op::kCotangent;
-  const bool da_streams = p.op != Op::kTangent || streams(p, p.da, types.a);
-  const bool h_streams = p.op == Op::kScan || streams(p, p.h, types.h);
-  return streams(p, p.a, types.a) && streams(p, p.x, cotangent ? types.h : types.b) && da_streams &&
-         h_streams && shared_by_channels(p.reset.at) && aligned(p.y.data) &&
-         (!p.y.data || p.y.dtype == (cotangent ? types.b : types.h)) &&
-         (!p.da_out.data || p.da_over_time ||
-          (p.da_out.dtype == types.a && aligned(p.da_out.data)));
+  const auto is = [](const auto& array, DType type) { return !array.data || array.dtype == type; };
+  constexpr int64_t kMost = INT32_MAX / 2;
+  return p.time <= kMost && p.channels() <= kMost && is(p.a, types.a) &&
+         is(p.x, cotangent ? types.h : types.b) && is(p.da, types.a) && is(p.h, types.h) &&
+         is(p.y, cotangent ? types.b : types.h) && (p.da_over_time || is(p.da_out, types.a));
 }
 
-using SequentialLauncher = cudaError_t (*)(const Problem&, SequentialPlan, cudaStream_t);
+Traffic sequential_traffic(const Problem& p) {
+  Traffic traffic;
+  for (const Input* in : {&p.a, &p.x, &p.da, &p.h}) {
+    if (!in->data || in->at.time_stride == 0) continue;
+    if (in_pieces(p, *in)) traffic.copied += byte_size(in->dtype);
+    if (in->at.inner_contiguous()) traffic.read += byte_size(in->dtype);
+  }
+  if (p.y.data) traffic.written += byte_size(p.y.dtype);
+  if (p.da_out.data && !p.da_over_time) traffic.written += byte_size(p.da_out.dtype);
+  return traffic;
+}
+
+using SequentialLauncher = cudaError_t (*)(const Problem&, const SequentialPlan&, cudaStream_t);
 
 SequentialLauncher sequential_for(StreamTypes t) {
   if (t.b != t.h) return nullptr;
@@ -185,12 +192,19 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
 
   if (path == Path::kAuto || path == Path::kSequential) {
     const SequentialLauncher sequential = sequential_for(types);
-    if (sequential && state_of(types.b) == p.state && fits_sequential(p, types)) {
+    if (sequential && state_of(types.b) == p.state && fits_sequential(p, types) &&
+        (has_rows(p, types) || path == Path::kSequential)) {
       // Asked for by name, this path takes however few channels.
       const int multiprocessors = path == Path::kSequential ? 0 : device.multiprocessors;
-      const SequentialPlan plan =
-          plan_sequential(p.op, types, p.channels(), multiprocessors, device.shared_bytes);
-      if (plan.warps > 0) return sequential(p, plan, stream);
+      SequentialPlan plan = plan_sequential(p.op, types, sequential_traffic(p), p.channels(),
+                                            multiprocessors, device.shared_bytes);
+      if (plan.groups > 0) {
+        plan.a_in_pieces = in_pieces(p, p.a);
+        plan.x_in_pieces = in_pieces(p, p.x);
+        plan.da_in_pieces = in_pieces(p, p.da);
+        plan.h_in_pieces = in_pieces(p, p.h);
+        return sequential(p, plan, stream);
+      }
     }
     if (path == Path::kSequential) return cudaErrorNotSupported;
   }

@@ -30,7 +30,8 @@ struct Device {
 // One path each, instantiated per type of the operands, or of the state, in its own file.
 
 template <class A, class B, class H>
-cudaError_t launch_sequential(const Problem& problem, SequentialPlan plan, cudaStream_t stream);
+cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan,
+                              cudaStream_t stream);
 
 namespace lookback {
 

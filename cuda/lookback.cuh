@@ -226,7 +226,7 @@ class Share {
   static constexpr int kBlocks = lookback_blocks(kOp, Layout::kLine, kChannels, sizeof(S));
   static constexpr int kVectors = XSlots::kVectors;
   static constexpr int kElements = XSlots::kElements;
-  static constexpr int kUnroll = Layout::kLine || kChannels == 1 ? kVectors : 2;
+  static constexpr int kUnroll = !Layout::kLine && kChannels == 1 ? kVectors : 2;
   static_assert(kVectors == ASlots::kVectors && kElements == ASlots::kElements);
   static_assert(!Layout::kLine || sizeof(X) == sizeof(Y), "results take the operands' places");
 

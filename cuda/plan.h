@@ -166,46 +166,91 @@ struct StreamTypes {
   DType a, b, h;
 };
 
-// The shape of the ring: bytes of a channel in a stage x stages. Fraction of the limit on an H200
-// in fp32, at (32,4096,256), (8,2048,2048), (2,4096,4096) and (4,4096,2560):
-// clang-format off
-//   scan       64 x 6   0.91 0.91 0.95 0.87
-//              64 x 7   0.90 0.89 0.94 0.85
-//              64 x 8   0.85 0.88 0.87 0.83
-//   cotangent  32 x 10  0.87 0.89 0.96 0.79
-//              32 x 12  0.86 0.88 0.95 0.76
-//              64 x 8   0.82 0.88 0.82 0.76
-// clang-format on
-JAX_SCAN_HD constexpr int stage_steps(Op op, StreamTypes t) {
-  return (op == Op::kScan ? 64 : 32) / byte_size(t.b);
-}
-JAX_SCAN_HD constexpr int ring_stages(Op op) { return op == Op::kScan ? 6 : 10; }
+// What a step of one channel moves, in bytes.
+struct Traffic {
+  int copied = 0;  // through the ring
+  int read = 0;
+  int written = 0;
+};
 
-// Shared memory of one warp.
-JAX_SCAN_HD constexpr int ring_bytes(Op op, StreamTypes t) {
+// Steps of a stage, all of which a thread keeps in registers. Short stages cost instructions, long
+// ones registers, the more the more operands there are.
+JAX_SCAN_HD constexpr int stage_steps(Op op, StreamTypes t) {
+  const int size = byte_size(t.b);
+  if (op == Op::kTangent) return size == 8 ? 4 : 8;
+  if (op == Op::kCotangent) return size == 8 ? 4 : size == 4 ? 8 : 16;
+  return size == 8 ? 8 : 16;
+}
+
+// A stage's operands, for 32 channels.
+JAX_SCAN_HD constexpr int stage_bytes(Op op, StreamTypes t) {
   const int a = byte_size(t.a), b = byte_size(t.b), h = byte_size(t.h);
   const int per_step = op == Op::kScan ? a + b : op == Op::kTangent ? 2 * a + b + h : a + 2 * h;
-  return ring_stages(op) * stage_steps(op, t) * 32 * per_step;
+  return stage_steps(op, t) * 32 * per_step;
 }
+
+inline constexpr int kHandOverBytes = 8;  // of a channel: the largest state
+inline constexpr int kMaxSequentialWarps = 12;
+inline constexpr int kMaxTeams = 6;  // each takes two of a block's 16 barriers
+inline constexpr int kMaxSlots = 6;
 
 struct SequentialPlan {
   int64_t blocks;
-  int warps;  // of a block; 0: there are too few channels for this path
+  int32_t groups;  // of 32 channels in a block; 0: there are too few channels for this path
+  int32_t teams;   // of one warp for each group
+  int32_t slots;   // stages of a team that are on their way
+  // The operand's rows are copied in 16-byte pieces.
+  bool a_in_pieces, x_in_pieces, da_in_pieces, h_in_pieces;
 };
 
-// It pays once the channels alone keep the memory busy: a warp keeps a ring in flight, a
-// multiprocessor needs about 26 KB in flight, so nearly every multiprocessor must have a block.
-// Wide blocks read long rows, which memory likes: as many warps as still leave a block for (nearly)
-// every multiprocessor.
-constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, int64_t channels,
+// Shared memory of a block.
+JAX_SCAN_HD constexpr int sequential_bytes(Op op, StreamTypes t, const SequentialPlan& plan) {
+  return plan.groups * (32 * kHandOverBytes + plan.teams * plan.slots * stage_bytes(op, t));
+}
+
+// What a multiprocessor keeps in flight, reads and writes. The reads' share of it is ordered ahead;
+// less leaves the memory idle, and more is as bad. Fraction of the limit on an H200 in fp32, at
+// (32,4096,256), by the KB ordered ahead:
+// clang-format off
+//   scan                  32 KB 0.87   40 KB 0.92   48 KB 0.92   64 KB 0.88   96 KB 0.89
+//   scan, a without time  24 KB 0.82   32 KB 0.89   36 KB 0.89   48 KB 0.85   64 KB 0.85
+//   cotangent             36 KB 0.90   48 KB 0.90   72 KB 0.87
+// clang-format on
+inline constexpr int kBytesInFlight = 72 * 1024;
+
+// This path pays once the channels alone keep the memory busy: nearly every multiprocessor must
+// have a group. All blocks are as wide as each other and as the number of multiprocessors allows:
+// wide blocks read long rows, and all finish at once.
+constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, int64_t channels,
                                          int multiprocessors, int shared_bytes) {
-  for (int warps : {4, 2, 1}) {
-    const int64_t blocks = (channels + warps * 32 - 1) / (warps * 32);
-    if (10 * blocks >= 9 * int64_t{multiprocessors} && warps * ring_bytes(op, t) <= shared_bytes) {
-      return {blocks, warps};
+  SequentialPlan plan{};
+  const int64_t groups = (channels + 31) / 32, places = std::max(multiprocessors, 1);
+  if (10 * groups < 9 * int64_t{multiprocessors}) return plan;
+  const int64_t rounds = (groups + 4 * places - 1) / (4 * places);
+  plan.groups = static_cast<int32_t>((groups + rounds * places - 1) / (rounds * places));
+  plan.blocks = (groups + plan.groups - 1) / plan.groups;
+
+  const int64_t ahead = int64_t{kBytesInFlight} * traffic.read /
+                        std::max(traffic.read + traffic.written, 1) * places /
+                        std::min(places, plan.blocks);
+  const int64_t stage = int64_t{plan.groups} * 32 * stage_steps(op, t) * traffic.copied;
+  const int most = std::min(kMaxTeams, kMaxSequentialWarps / plan.groups);
+  // As many teams as come within a quarter of it; failing that, what comes nearest.
+  int64_t nearest = INT64_MAX;
+  for (int teams = most; 2 * teams >= most && nearest > ahead / 4; --teams) {
+    for (int slots = 1; slots <= kMaxSlots; ++slots) {
+      const int64_t more = teams * slots * stage - ahead, off = more < 0 ? -more : more;
+      SequentialPlan candidate = plan;
+      candidate.teams = teams;
+      candidate.slots = slots;
+      if (off < nearest && sequential_bytes(op, t, candidate) <= shared_bytes) {
+        nearest = off;
+        plan = candidate;
+      }
     }
   }
-  return {0, 0};
+  if (plan.teams == 0) plan.groups = 0;
+  return plan;
 }
 
 // ---- The workspace ----

@@ -2,6 +2,6 @@
 
 namespace jax_scan {
 template cudaError_t launch_sequential<Complex64, Complex64, Complex64>(const Problem&,
-                                                                        SequentialPlan,
+                                                                        const SequentialPlan&,
                                                                         cudaStream_t);
 }  // namespace jax_scan

@@ -1,6 +1,7 @@
 #include "cuda/sequential.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_sequential<Float16, Float16, Float16>(const Problem&, SequentialPlan,
+template cudaError_t launch_sequential<Float16, Float16, Float16>(const Problem&,
+                                                                  const SequentialPlan&,
                                                                   cudaStream_t);
 }  // namespace jax_scan

@@ -1,6 +1,6 @@
 #include "cuda/sequential.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_sequential<float, float, float>(const Problem&, SequentialPlan,
+template cudaError_t launch_sequential<float, float, float>(const Problem&, const SequentialPlan&,
                                                             cudaStream_t);
 }  // namespace jax_scan

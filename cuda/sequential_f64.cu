@@ -1,6 +1,6 @@
 #include "cuda/sequential.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_sequential<double, double, double>(const Problem&, SequentialPlan,
-                                                               cudaStream_t);
+template cudaError_t launch_sequential<double, double, double>(const Problem&,
+                                                               const SequentialPlan&, cudaStream_t);
 }  // namespace jax_scan
