@@ -168,7 +168,7 @@ def _eliminate(op: Op, used: Sequence[bool], equation: Any) -> tuple[list[bool],
     every = [True] * len(operands)
     if not any(used):
         return [False] * len(operands), None
-    kept = [u or (op is not COTANGENT and k == 0) for k, u in enumerate(used)]
+    kept = [u or (op is TANGENT and k == 0) for k, u in enumerate(used)]
     left = tuple(itertools.compress(results, kept))
     without_da = op is COTANGENT and all(result.name != "da" for result in left)
     needed = [not (without_da and name in ("h", "h0")) for name in operands]

@@ -239,7 +239,7 @@ def test_S3_higher_derivatives(reverse, with_h0, shared, third):
     ours = partial(
         sequence_parallel_scan, sharding=NamedSharding(over, P("t", "x")), axis=0, reverse=reverse
     )
-    theirs = partial(lax_scan, reverse=reverse)
+    theirs = partial(lax_scan, axis=0, reverse=reverse)
 
     def derivatives(scan, reset):
         def loss(a, b, h0):
