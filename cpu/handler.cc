@@ -36,7 +36,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   parallel_for(
       tiling.count(), threads - 1, [&](auto task) { pool.Schedule(std::move(task)); },
       [&](int64_t index) {
-        if (!run_tile(problem, tiling.tile(index), set)) {
+        if (!run_tile(problem, tiling.blocks(), tiling.tile(index), set)) {
           out_of_memory.store(true, std::memory_order_relaxed);
         }
       });

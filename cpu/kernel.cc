@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <new>
 #include <type_traits>
 #include <utility>
+#include <variant>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -79,6 +81,10 @@ inline void stream_end() {
 namespace {
 namespace baseline {
 #include "cpu/simd.inc"
+#include "cpu/rows.inc"
+#include "cpu/steps.inc"
+#include "cpu/walk.inc"
+#include "cpu/chunks.inc"
 #include "cpu/tile.inc"
 }  // namespace baseline
 }  // namespace
@@ -93,6 +99,10 @@ JAX_SCAN_BEGIN_TARGET("avx2,f16c")
 namespace {
 namespace avx2 {
 #include "cpu/simd.inc"
+#include "cpu/rows.inc"
+#include "cpu/steps.inc"
+#include "cpu/walk.inc"
+#include "cpu/chunks.inc"
 #include "cpu/tile.inc"
 }  // namespace avx2
 }  // namespace
@@ -107,6 +117,10 @@ JAX_SCAN_BEGIN_TARGET("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace {
 namespace avx512 {
 #include "cpu/simd.inc"
+#include "cpu/rows.inc"
+#include "cpu/steps.inc"
+#include "cpu/walk.inc"
+#include "cpu/chunks.inc"
 #include "cpu/tile.inc"
 }  // namespace avx512
 }  // namespace
@@ -143,16 +157,69 @@ InstructionSet best_instruction_set() {
   return best;
 }
 
-Tiling::Tiling(const Problem& p, int64_t threads) {
-  // Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile.
-  constexpr int64_t kLeast = 16;
-  constexpr int64_t kNarrow = 256, kWide = 1024;
-  inner_ = p.inner >= kLeast ? p.inner : p.channels();
+// Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile,
+// or time is cut into chunks.
+constexpr int64_t kLeastLanes = 16;
+// Fewer channels than this leave threads without work: time is cut into blocks.
+constexpr int64_t kFewChannels = 256;
+// A call of fewer elements is done before a second thread has begun.
+constexpr int64_t kSerialElements = 32768;
+
+Blocks::Blocks(const Problem& p) {
+  const int64_t size = byte_size(p.state);
+  // Few neighbouring channels, or an odd number of them: chunks of time as lanes, four vectors or
+  // more, in blocks that stay in the first-level cache.
+  const bool odd = p.inner < 64 && p.inner * size % 64 != 0;
+  if ((p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes) {
+    chunks_ = p.inner == 1 ? 64 : p.inner < 4 ? 32 : 16;
+    steps_ = std::max<int64_t>(16, 16384 / size / (chunks_ * p.inner) / 16 * 16);
+  } else if (p.channels() < kFewChannels && p.channels() * p.time >= kSerialElements) {
+    steps_ = std::max<int64_t>(64, 65536 / size / p.channels() / 64 * 64);
+  }
+  int64_t t = 0;
+  if (cut()) {
+    full_ = p.time / (chunks_ * steps_);
+    t = full_ * chunks_ * steps_;
+  }
+  // The rest: blocks of shorter chunks, and at last some single steps.
+  while (t < p.time || rest_count_ + full_ == 0) {
+    Block& block = rest_[rest_count_++];
+    block = {t, chunks_, (p.time - t) / chunks_};
+    if (block.chunks > 16 && block.steps * p.inner < 16) block = {t, 16, (p.time - t) / 16};
+    if (block.chunks > 1 && block.steps * p.inner < 16) block = {t, 1, p.time - t};
+    t = block.end();
+  }
+}
+
+Block Blocks::operator[](int64_t index) const {
+  if (index < full_) return {index * chunks_ * steps_, chunks_, steps_};
+  return rest_[index - full_];
+}
+
+Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
+  if (blocks_.cut()) {
+    inner_ = width_ = blocks_.composed() ? std::min<int64_t>(p.inner, kFewChannels) : p.inner;
+    groups_ = p.inner > 0 ? p.outer : 0;
+    per_group_ = 1;
+    count_ = groups_;
+    if (threads > 1 && groups_ < 4 * threads && p.channels() * p.time >= kSerialElements) {
+      const int64_t bytes = 2 * width_ * byte_size(p.state);
+      values_ = std::make_unique<std::byte[]>(groups_ * bytes);
+      handoffs_ = std::make_unique<Handoff[]>(groups_);
+      for (int64_t g = 0; g < groups_; ++g) {
+        handoffs_[g].set(&values_[g * bytes], &values_[g * bytes + bytes / 2]);
+      }
+      count_ = groups_ * blocks_.count();
+    }
+    return;
+  }
+  constexpr int64_t kNarrow = 64, kWide = 1024;
+  inner_ = p.inner >= kLeastLanes ? p.inner : p.channels();
   groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
   // Whole rows where that gives every thread something to do.
-  const int64_t most = p.inner >= kLeast ? kWide : kLeast;
+  const int64_t most = p.inner >= kLeastLanes ? kWide : kLeastLanes;
   width_ = std::min(inner_, most);
-  const int64_t least = p.inner >= kLeast ? kNarrow : kLeast;
+  const int64_t least = p.inner >= kLeastLanes ? kNarrow : kLeastLanes;
   while (width_ >= 2 * least && groups_ * ((inner_ + width_ - 1) / width_) < 2 * threads) {
     width_ /= 2;
   }
@@ -161,20 +228,25 @@ Tiling::Tiling(const Problem& p, int64_t threads) {
 }
 
 Tile Tiling::tile(int64_t index) const {
+  if (handoffs_) {
+    const int64_t n = index / groups_, group = index % groups_;
+    return {group * inner_, width_, n, n + 1, &handoffs_[group]};
+  }
   const int64_t first = index % per_group_ * width_;
-  return {index / per_group_ * inner_ + first, std::min(width_, inner_ - first)};
+  return {index / per_group_ * inner_ + first, std::min(width_, inner_ - first), 0,
+          blocks_.count(), nullptr};
 }
 
-bool run_tile(const Problem& problem, const Tile& tile, InstructionSet set) {
+bool run_tile(const Problem& problem, const Blocks& blocks, const Tile& tile, InstructionSet set) {
   switch (set) {
 #if defined(__x86_64__)
     case InstructionSet::kAvx2:
-      return avx2::run(problem, tile);
+      return avx2::run(problem, blocks, tile);
     case InstructionSet::kAvx512:
-      return avx512::run(problem, tile);
+      return avx512::run(problem, blocks, tile);
 #endif
     default:
-      return baseline::run(problem, tile);
+      return baseline::run(problem, blocks, tile);
   }
 }
 
