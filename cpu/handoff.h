@@ -21,6 +21,9 @@ class Handoff {
     sums_ = sums;
   }
 
+  bool has_states(int64_t block) const {
+    return states_of_.load(std::memory_order_acquire) == block;
+  }
   // The values that block n starts from, to be replaced by those that it ends with.
   template <class S>
   S* take_states(int64_t block) {

@@ -160,20 +160,21 @@ InstructionSet best_instruction_set() {
 // Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile,
 // or time is cut into chunks.
 constexpr int64_t kLeastLanes = 16;
-// Fewer channels than this leave threads without work: time is cut into blocks.
-constexpr int64_t kFewChannels = 256;
+// Channels that fill no more than four of the widest vectors, which hold all that a step of
+// so many needs: time is cut into blocks.
+constexpr int64_t kFewBytes = 256;
 // A call of fewer elements is done before a second thread has begun.
 constexpr int64_t kSerialElements = 32768;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
-  // Few neighbouring channels, or an odd number of them: chunks of time as lanes, four vectors or
+  // Few neighbouring channels, or an odd number of them: chunks of time as lanes, two vectors or
   // more, in blocks that stay in the first-level cache.
   const bool odd = p.inner < 64 && p.inner * size % 64 != 0;
   if ((p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes) {
-    chunks_ = p.inner == 1 ? 64 : p.inner < 4 ? 32 : 16;
-    steps_ = std::max<int64_t>(16, 16384 / size / (chunks_ * p.inner) / 16 * 16);
-  } else if (p.channels() < kFewChannels && p.channels() * p.time >= kSerialElements) {
+    chunks_ = p.inner == 1 ? 32 : 16;
+    steps_ = std::max<int64_t>(16, 8192 / size / (chunks_ * p.inner) / 16 * 16);
+  } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements) {
     steps_ = std::max<int64_t>(64, 65536 / size / p.channels() / 64 * 64);
   }
   int64_t t = 0;
@@ -198,7 +199,7 @@ Block Blocks::operator[](int64_t index) const {
 
 Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
   if (blocks_.cut()) {
-    inner_ = width_ = blocks_.composed() ? std::min<int64_t>(p.inner, kFewChannels) : p.inner;
+    inner_ = width_ = p.inner;
     groups_ = p.inner > 0 ? p.outer : 0;
     per_group_ = 1;
     count_ = groups_;
@@ -213,7 +214,7 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
     }
     return;
   }
-  constexpr int64_t kNarrow = 64, kWide = 1024;
+  constexpr int64_t kNarrow = 256, kWide = 1024;
   inner_ = p.inner >= kLeastLanes ? p.inner : p.channels();
   groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
   // Whole rows where that gives every thread something to do.
