@@ -33,7 +33,7 @@ class Blocks {
   // The maps of single-chunk blocks are composed too, for several threads to share the blocks.
   bool composed() const { return cut() && chunks_ == 1; }
   int64_t count() const { return full_ + rest_count_; }
-  Block operator[](int64_t index) const;  // in the order of memory
+  Block operator[](int64_t index) const;                            // in the order of memory
   int64_t most_elements() const { return chunks_ * (steps_ + 1); }  // of a channel in a block
 
  private:

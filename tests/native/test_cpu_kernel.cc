@@ -231,7 +231,8 @@ Case make_case(Random& random, DType state, bool large) {
     if (longest > 1) c.full[pick(random, 0, rank - 1)] *= pick(random, 1, longest);
   }
   if (chance(random, 0.2)) {  // few channels and long: time is cut into blocks
-    const int64_t inner = pick(random, 0, 3) == 0 ? 1 : pick(random, 1, chance(random, 0.3) ? 99 : 17);
+    const int64_t inner =
+        pick(random, 0, 3) == 0 ? 1 : pick(random, 1, chance(random, 0.3) ? 99 : 17);
     const int64_t outer = pick(random, 1, 3);
     c.full = {outer, pick(random, 200, std::max<int64_t>(300, 120000 / (inner * outer))), inner};
     c.axis = 1;
@@ -419,10 +420,10 @@ bool check(Random& random, DType state, bool large) {
     if (!(by <= limit)) fail(what, by);
   };
   const auto unit = [](DType t) {
-    return t == DType::kBF16                                  ? 0x1p-7
-           : t == DType::kF16                                 ? 0x1p-9
+    return t == DType::kBF16                                   ? 0x1p-7
+           : t == DType::kF16                                  ? 0x1p-9
            : sizeof(Real<S>) == sizeof(float) || !is_double(t) ? 1e-4
-                                                              : 1e-11;
+                                                               : 1e-11;
   };
   const bool cut = cpu::Blocks(c.problem).cut();
   compare("y", y, c.y, cut ? unit(c.y.dtype) : 0);
