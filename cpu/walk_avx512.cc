@@ -1,8 +1,8 @@
 // The walk of a tile, compiled for AVX-512. Headers come first: what is compiled after them may run
 // only where kernel.cc has found these instructions.
+#if defined(__x86_64__)
 #include "cpu/common.h"
 
-#if defined(__x86_64__)
 #define JAX_SCAN_VECTOR_BYTES 64
 #define JAX_SCAN_F16C 1
 #if defined(__clang__)
