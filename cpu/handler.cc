@@ -17,9 +17,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Below this many elements a second thread costs more than it brings.
-constexpr int64_t kSerialElements = 32768;
-
 template <Op kOp>
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                std::string_view operands, std::string_view results, std::string_view state,

@@ -44,8 +44,6 @@ constexpr int64_t kLeastLanes = 16;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
 // so many needs: time is cut into blocks.
 constexpr int64_t kFewBytes = 256;
-// A call of fewer elements is done before a second thread has begun.
-constexpr int64_t kSerialElements = 32768;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);

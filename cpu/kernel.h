@@ -11,6 +11,9 @@
 
 namespace jax_scan::cpu {
 
+// A call of fewer elements is done before a second thread has begun.
+inline constexpr int64_t kSerialElements = 32768;
+
 // Steps [t, t + chunks * steps) of some channels. Its chunks are walked side by side, each in lanes
 // of its own; with one chunk, lanes are channels.
 struct Block {
