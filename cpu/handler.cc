@@ -18,9 +18,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Below this many elements a second thread costs more than it brings.
-constexpr int64_t kSerialElements = 32768;
-
 template <Op kOp>
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                std::string_view operands, std::string_view results, std::string_view state,
@@ -39,7 +36,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   parallel_for(
       tiling.count(), threads - 1, [&](auto task) { pool.Schedule(std::move(task)); },
       [&](int64_t index) {
-        if (!run_tile(problem, tiling.tile(index), set)) {
+        if (!run_tile(problem, tiling.blocks(), tiling.tile(index), set)) {
           out_of_memory.store(true, std::memory_order_relaxed);
         }
       });

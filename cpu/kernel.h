@@ -1,33 +1,82 @@
-// The CPU kernel: a Problem is cut into tiles, and every tile is walked through time by one thread.
+// The CPU kernel: a Problem is cut into tiles, and a tile is walked through time by one thread, or
+// block by block by several.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "core/problem.h"
+#include "cpu/handoff.h"
 
 namespace jax_scan::cpu {
 
-// A group of neighbouring channels, counted over (outer, inner) in row-major order.
+// A call of fewer elements is done before a second thread has begun.
+inline constexpr int64_t kSerialElements = 32768;
+
+// Steps [t, t + chunks * steps) of some channels. Its chunks are walked side by side, each in lanes
+// of its own; with one chunk, lanes are channels.
+struct Block {
+  int64_t t = 0;
+  int64_t chunks = 1;
+  int64_t steps = 0;
+
+  int64_t end() const { return t + chunks * steps; }
+  friend bool operator==(const Block&, const Block&) = default;
+};
+
+// How time is cut into blocks where channels are too few to fill vectors or threads. This depends
+// on the Problem alone, as the bits of the result depend on it.
+class Blocks {
+ public:
+  explicit Blocks(const Problem& problem);
+
+  // False: time is walked in one go, each channel's bits are those of the written-out loop.
+  bool cut() const { return steps_ > 0; }
+  // The maps of single-chunk blocks are composed too, for several threads to share the blocks.
+  bool composed() const { return cut() && chunks_ == 1; }
+  int64_t count() const { return full_ + rest_count_; }
+  Block operator[](int64_t index) const;                            // in the order of memory
+  int64_t most_elements() const { return chunks_ * (steps_ + 1); }  // of a channel in a block
+
+ private:
+  int64_t chunks_ = 1;
+  int64_t steps_ = 0;
+  int64_t full_ = 0;
+  int64_t rest_count_ = 0;
+  Block rest_[3];
+};
+
+// A group of neighbouring channels, counted over (outer, inner) in row-major order, and some blocks
+// of its time, numbered in the order of the walk.
 struct Tile {
   int64_t channel;
   int64_t width;
+  int64_t first = 0;
+  int64_t last = 0;
+  Handoff* handoff = nullptr;  // none where all blocks are in this tile
 };
 
-// How a Problem is cut into tiles. A channel's arithmetic does not depend on the tile that it is
-// in, so neither the number of threads nor the order of the tiles changes a bit of the result.
+// How a Problem is cut into tiles. Neither the number of threads nor the order of the tiles changes
+// a bit of the result: a channel's arithmetic does not depend on the tile that it is in.
+// Tiles must be started in their order, as one may wait for those before it.
 class Tiling {
  public:
   Tiling(const Problem& problem, int64_t threads);
 
   int64_t count() const { return count_; }
   Tile tile(int64_t index) const;
+  const Blocks& blocks() const { return blocks_; }
 
  private:
+  Blocks blocks_;
   int64_t inner_;  // channels in a group: an outer index's inner ones, or all where inner is small
   int64_t groups_;
   int64_t width_;  // channels in a tile; no tile straddles two groups
   int64_t per_group_;
   int64_t count_;
+  std::unique_ptr<std::byte[]> values_;  // of the handoffs
+  std::unique_ptr<Handoff[]> handoffs_;
 };
 
 // What the kernel is compiled for. All give the same bits, for all do the same operations in the
@@ -36,8 +85,7 @@ enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 bool supported(InstructionSet set);  // by this build and this machine
 InstructionSet best_instruction_set();
 
-// Walks one tile through all time. False when there was no memory for its buffers. Any thread, any
-// order.
-bool run_tile(const Problem& problem, const Tile& tile, InstructionSet set);
+// Walks one tile. False when there was no memory for its buffers. Any thread.
+bool run_tile(const Problem& problem, const Blocks& blocks, const Tile& tile, InstructionSet set);
 
 }  // namespace jax_scan::cpu

@@ -1,0 +1,68 @@
+// What one block of time hands to the next: the state of each channel, and the sums so far.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jax_scan::cpu {
+
+// Blocks are numbered in the order of the walk. Whoever has block n waits for what block n - 1 has
+// left, and leaves what block n + 1 takes: so there is one writer at a time.
+class Handoff {
+ public:
+  Handoff() = default;
+  Handoff(void* states, void* sums) : states_(states), sums_(sums) {}
+  void set(void* states, void* sums) {
+    states_ = states;
+    sums_ = sums;
+  }
+
+  bool has_states(int64_t block) const {
+    return states_of_.load(std::memory_order_acquire) == block;
+  }
+  // The values that block n starts from, to be replaced by those that it ends with.
+  template <class S>
+  S* take_states(int64_t block) {
+    wait_until(states_of_, block);
+    return static_cast<S*>(states_);
+  }
+  void leave_states(int64_t block) { leave(states_of_, block); }
+
+  template <class S>
+  S* take_sums(int64_t block) {
+    wait_until(sums_of_, block);
+    return static_cast<S*>(sums_);
+  }
+  void leave_sums(int64_t block) { leave(sums_of_, block); }
+
+ private:
+  // Short, for the block before is being worked on: its thread claimed it earlier.
+  static void wait_until(std::atomic<int64_t>& reached, int64_t block) {
+    for (int spins = 0;; ++spins) {
+      const int64_t now = reached.load(std::memory_order_acquire);
+      if (now == block) return;
+      if (spins < 1000) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+      } else {
+        reached.wait(now, std::memory_order_acquire);
+      }
+    }
+  }
+  static void leave(std::atomic<int64_t>& reached, int64_t block) {
+    reached.store(block + 1, std::memory_order_release);
+    reached.notify_all();
+  }
+
+  std::atomic<int64_t> states_of_{0};  // the block that may take them
+  std::atomic<int64_t> sums_of_{0};
+  void* states_ = nullptr;
+  void* sums_ = nullptr;
+};
+
+}  // namespace jax_scan::cpu
