@@ -670,29 +670,30 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
                       cudaStream_t stream) {
   using S = typename T::S;
   using Mine = Share<kOp, T, Layout>;
-  const Tiling t = lookback_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
-                                   problem.channels(), problem.time);
-  const auto kernel = lookback_kernel<kOp, T, Layout>;
+  Tiling t = lookback_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
+                             problem.channels(), problem.time);
   const int bytes = Mine::kBytes + t.maps_bytes;
-  if (bytes > device.shared_bytes || problem.channels() > INT32_MAX / 2 ||
-      t.tiles * int64_t{t.groups} > INT32_MAX) {
+  const int64_t all = t.tiles * t.groups;
+  if (bytes > device.shared_bytes || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
     return cudaErrorNotSupported;
   }
+  const int64_t resident =
+      int64_t{device.multiprocessors} *
+      std::min(Mine::kBlocks, device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
+  t.chain_blocks = static_cast<uint32_t>(chain_blocks(t, resident));
+  if (t.tiles > 1 && t.chain_blocks == 0) return cudaErrorNotSupported;
+  const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
+
+  const auto kernel = lookback_kernel<kOp, T, Layout>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-
   auto* memory = static_cast<unsigned char*>(workspace);
   auto* counter = reinterpret_cast<unsigned*>(memory);
   S* sums = reinterpret_cast<S*>(memory + t.sums_offset);
   const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + t.maps_offset),
                      reinterpret_cast<Packet<S>*>(memory + t.states_offset),
                      int64_t{t.groups} * t.channels};
-  const int64_t all = t.tiles * t.groups;
-  const int64_t resident =
-      int64_t{device.multiprocessors} *
-      std::min(Mine::kBlocks, device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
-  const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
   if (t.tiles > 1 || blocks < all) {
     error = cudaMemsetAsync(memory, 0xff, t.sums_offset, stream);
     if (error != cudaSuccess) return error;

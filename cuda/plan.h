@@ -47,7 +47,7 @@ struct Tiling {
   int64_t tile_steps;     // time steps of a tile
   int64_t tiles;          // tiles along time
   uint32_t groups;        // tiles across channels
-  uint32_t chain_blocks;  // blocks that carry states from tile to tile
+  uint32_t chain_blocks;  // blocks that carry states from tile to tile; see chain_blocks()
   int32_t maps_bytes;     // shared memory for maps
   // The workspace: a counter of the tiles handed out, maps, states, sums of da.
   size_t maps_offset, states_offset, sums_offset;
@@ -56,6 +56,18 @@ struct Tiling {
 
 // Channels that one warp of the chain carries, in units of 32.
 inline constexpr int kMostTurns = 16;
+
+// The blocks that carry states from tile to tile, of as many as a GPU holds at a time. Few, since
+// they keep others from their places while they wait: kernels that share the GPU must not fill it
+// with their chains. 0: these channels are too many.
+constexpr int64_t chain_blocks(const Tiling& t, int64_t resident) {
+  if (t.tiles == 1) return 0;
+  const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
+  const int64_t most = std::max(resident / 16, int64_t{1});
+  const int64_t needed = divide_up(bundles, int64_t{kMostTurns} * t.warps);
+  const int64_t wanted = std::min(divide_up(bundles, t.warps), int64_t{8});
+  return needed > most ? 0 : std::max(needed, std::min(wanted, most));
+}
 
 // `channels_of_thread` x `steps`: a thread's share; `line`: see lookback.cuh.
 constexpr Tiling lookback_tiling(bool line, int channels_of_thread, int steps, int state_bytes,
@@ -86,12 +98,6 @@ constexpr Tiling lookback_tiling(bool line, int channels_of_thread, int steps, i
   t.tiles = divide_up(time, t.tile_steps);
   t.groups = static_cast<uint32_t>(divide_up(channels, t.channels));
   t.maps_bytes = t.warps * (line ? 1 : t.channels) * 4 * state_bytes;
-  if (t.tiles > 1) {
-    const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
-    t.chain_blocks =
-        static_cast<uint32_t>(std::max(divide_up(bundles, kMostTurns * t.warps),
-                                       std::min(divide_up(bundles, t.warps), int64_t{8})));
-  }
   const size_t places = t.tiles > 1 ? static_cast<size_t>(t.tiles) * t.groups * t.channels : 0;
   t.maps_offset = 256;
   t.states_offset = align_up(t.maps_offset + places * 2 * state_bytes);
