@@ -45,7 +45,8 @@ def scans(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
 def calls(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
     """The custom calls of f's module before XLA's passes, as `scans` has them.
 
-    JAX has dropped what is unused by then. A function that is called twice is there once.
+    JAX has dropped what is unused by then. A function that is called twice is there once. The
+    memory that calls on a GPU have to work in is left out.
     """
     found = re.findall(
         r'custom_call @jax_scan\.v1\.(\w+)\(.*?operands = "([^"]*)".*?results = "([^"]*)"',
@@ -53,7 +54,7 @@ def calls(f: Callable, *args: Any) -> list[tuple[str, str, str]]:
     )
     order = re.findall(r"jax_scan\.v1\.(\w+)", lowered(f, *args))
     assert len(order) == len(found)
-    return found
+    return [(name, given, results.removesuffix(" workspace")) for name, given, results in found]
 
 
 def lowered(f: Callable, *args: Any, platform: str | None = None) -> str:

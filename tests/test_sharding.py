@@ -391,13 +391,14 @@ def test_X7_export_over_devices():
     expected = Oracle(a, b).values()[0]
     args = put(a, over, P("x")), put(b, over, P("x"))
     checks = jax_scan.export_checks()
-    exported = export.export(jax.jit(linear_scan), disabled_checks=checks)(*args)
+    options = {"platforms": ["cpu"], "disabled_checks": checks}  # those of the mesh's devices
+    exported = export.export(jax.jit(linear_scan), **options)(*args)
     h, text = run(export.deserialize(exported.serialize()).call, *args)
     check(h, expected)
     assert collectives(text) == []
     (m,) = export.symbolic_shape("m")
     rows = jax.ShapeDtypeStruct((4 * m, 12, 4), np.float32, sharding=args[0].sharding)
-    symbolic = export.export(jax.jit(linear_scan), disabled_checks=checks)(rows, rows)
+    symbolic = export.export(jax.jit(linear_scan), **options)(rows, rows)
     check(jax.jit(symbolic.call)(*args), expected)
 
 
