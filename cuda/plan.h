@@ -84,13 +84,12 @@ constexpr Tiling lookback_tiling(bool line, int channels_of_thread, int steps, i
     while (t.lanes_log2 < most && (int64_t{channels_of_thread} << t.lanes_log2) < channels) {
       ++t.lanes_log2;
     }
-    // Few short channels: tiles with all of time need no chain.
-    for (int lanes = t.lanes_log2; lanes >= 0; --lanes) {
-      if (divide_up(channels, int64_t{channels_of_thread} << lanes) > 264) break;
-      if (int64_t{t.warps} * (32 >> lanes) * steps >= time) {
-        t.lanes_log2 = lanes;
-        break;
-      }
+    // Few short channels: tiles half as wide need no chain if they hold all of time.
+    const int half = std::max(t.lanes_log2 - 1, 0);
+    const int64_t half_steps = int64_t{t.warps} * (32 >> half) * steps;
+    if (half_steps >= time && half_steps < 2 * time &&
+        divide_up(channels, int64_t{channels_of_thread} << half) <= 264) {
+      t.lanes_log2 = half;
     }
     t.channels = channels_of_thread << t.lanes_log2;
     t.tile_steps = int64_t{t.warps} * (32 >> t.lanes_log2) * steps;
