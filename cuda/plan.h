@@ -272,11 +272,11 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
 
 // n channels of a longer call never need more than n times this.
 constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
-  const size_t tiles = divide_up(time, 64), bytes = byte_size(state);
-  // The look-back path's packets, or the general path's, whose lanes are at most twice the
+  // Tiles are no shorter than those of general.cuh with 32 lanes, and lanes less than twice the
   // channels.
-  const size_t packets = std::max(4 * bytes, size_t{32} * packets_per_map(byte_size(state)));
-  return 1024 + tiles * (2 * packets + 2 * bytes);
+  const size_t bytes = byte_size(state), tiles = divide_up(time, 8 * steps_per_thread(bytes));
+  const size_t packets = std::max(4 * bytes, size_t{16} * packets_per_map(bytes));
+  return 1024 + tiles * 2 * (packets + bytes);
 }
 
 }  // namespace jax_scan

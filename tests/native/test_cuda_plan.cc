@@ -1,0 +1,78 @@
+// Random problems through cuda/plan.h, which is host code and needs no GPU: tiles cover the
+// problem, and the workspace that is asked for when JAX lowers a call holds what any path takes,
+// also when the call is divided over devices.
+//
+//   test_cuda_plan [problems]
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "cuda/plan.h"
+
+namespace {
+
+using namespace jax_scan;
+
+// The kernels of lookback.cuh, as launch.cc has them.
+struct Kernel {
+  bool line;
+  int channels_of_thread;
+  int bytes;  // of an element
+  int state_bytes;
+};
+constexpr Kernel kKernels[] = {
+    {true, 1, 4, 4}, {false, 4, 4, 4}, {false, 1, 4, 4}, {false, 4, 2, 4}, {false, 2, 8, 8}};
+
+int failures = 0;
+
+void expect(bool holds, const char* what, Op op, int64_t outer, int64_t time, int64_t inner,
+            DType state) {
+  if (holds || ++failures > 10) return;
+  std::printf("%s: op %d, (%lld, %lld, %lld), state %s\n", what, static_cast<int>(op),
+              static_cast<long long>(outer), static_cast<long long>(time),
+              static_cast<long long>(inner), name(state));
+}
+
+void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
+  const int64_t channels = outer * inner;
+  const size_t all = workspace_bytes(op, outer, time, inner, state);
+  const auto holds = [&](bool what, const char* text) {
+    expect(what, text, op, outer, time, inner, state);
+  };
+  holds(all <= channels * workspace_bytes_per_channel(time, state), "workspace per channel");
+  for (const Kernel& k : kKernels) {
+    if (k.state_bytes != byte_size(state)) continue;
+    if (!k.line && inner % k.channels_of_thread != 0) continue;
+    const int steps = segment_steps(k.line, k.channels_of_thread, k.bytes);
+    const Tiling t =
+        lookback_tiling(k.line, k.channels_of_thread, steps, k.state_bytes, channels, time);
+    holds(t.bytes <= all, "workspace of the look-back path");
+    holds(t.channels <= kMostChannels, "channels of a tile");
+    holds(t.tiles * t.tile_steps >= time, "tiles cover time");
+    holds(int64_t{t.groups} * t.channels >= channels, "tiles cover channels");
+    for (const int64_t resident : {1, 40, 264, 396}) {
+      const int64_t blocks = chain_blocks(t, resident);
+      holds(blocks == 0 || 16 * blocks <= std::max<int64_t>(resident, 16), "the chain is small");
+      const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
+      holds(blocks == 0 || blocks * t.warps * kMostTurns >= bundles, "the chain carries all");
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int problems = argc > 1 ? std::atoi(argv[1]) : 200000;
+  std::mt19937_64 random(1);
+  const auto pick = [&](int bits) {
+    return 1 + static_cast<int64_t>(random() % (uint64_t{1} << random() % bits));
+  };
+  for (int k = 0; k < problems; ++k) {
+    const DType states[] = {DType::kF32, DType::kF64, DType::kC64, DType::kC128};
+    check(static_cast<Op>(random() % 3), pick(14), pick(20), pick(13), states[random() % 4]);
+  }
+  std::printf("%d of %d problems failed\n", failures, problems);
+  return failures != 0;
+}
