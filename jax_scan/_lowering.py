@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_scan import _native, _reference
-from jax_scan._primitives import COTANGENT, SCAN, TANGENT, Op
+from jax_scan._primitives import COTANGENT, SCAN, TANGENT, Op, on_mesh
 from jax_scan._reference import Recurrence, Result, Shape, fit, full_shape, step_shape
 
 # The bound on a Broadcast's axes in core/problem.h.
@@ -217,8 +217,9 @@ _custom_call.multiple_results = True
 
 @_custom_call.def_abstract_eval
 def _custom_call_abstract_eval(*avals: Any, results: tuple[Result, ...], **_: Any) -> list[Any]:
-    explicit = not avals[0].sharding.mesh.empty
-    specs = [x.sharding.spec for x in avals] if explicit else []
+    placed = on_mesh(avals)
+    explicit = not placed.sharding.mesh.empty
+    specs = [x.sharding.spec for x in avals if not x.sharding.mesh.empty]
 
     def split(shape: Shape) -> PartitionSpec:
         """With explicit axes a result is split like the operands, in each axis that it has."""
@@ -231,8 +232,8 @@ def _custom_call_abstract_eval(*avals: Any, results: tuple[Result, ...], **_: An
     for r in results:
         changes: dict[str, Any] = {"shape": r.shape, "dtype": r.dtype, "weak_type": False}
         if explicit:
-            changes["sharding"] = avals[0].sharding.update(spec=split(r.shape))
-        outs.append(avals[0].update(**changes))
+            changes["sharding"] = placed.sharding.update(spec=split(r.shape))
+        outs.append(placed.update(**changes))
     return outs
 
 

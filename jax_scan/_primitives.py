@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_scan import _compat, _reference
 from jax_scan._reference import Operands, Recurrence, Result, fit, full_shape, step_shape
@@ -111,23 +111,30 @@ def _abstract_eval(
         if op is not COTANGENT and result.shape != (step_shape(full, axis) if one_step else full):
             fail(f"{result.name} of shape {result.shape} does not match the operands")
 
-    # Results take their manual axes and their mesh from an operand, so the operands must agree.
+    # Results take their manual axes from an operand, so the operands must agree.
     if any(_compat.varying_axes(x) != _compat.varying_axes(avals[0]) for x in avals):
         fail("operands must vary over the same manual mesh axes")
     spec = _spec(avals, full, axis, fail)
+    placed = on_mesh(avals)
     outs = []
     for result in results:
         changes: dict[str, Any] = {"shape": result.shape, "dtype": result.dtype}
         if spec is not None:
             kept = (s if n == m else None for s, n, m in zip(spec, full, result.shape, strict=True))
-            changes["sharding"] = avals[0].sharding.update(spec=PartitionSpec(*kept))
-        outs.append(avals[0].update(weak_type=False, **changes))
+            changes["sharding"] = placed.sharding.update(spec=PartitionSpec(*kept))
+        outs.append(placed.update(weak_type=False, **changes))
     return outs
+
+
+def on_mesh(avals: Sequence[Any]) -> Any:
+    """The operand from which results take their mesh: others may be on none, as constants are."""
+    return next((x for x in avals if not x.sharding.mesh.empty), avals[0])
 
 
 def _spec(avals: Sequence[Any], full: Sequence[int], axis: int, fail: Callable) -> list[Any] | None:
     """How each axis is sharded over explicit mesh axes."""
-    if all(x.sharding.mesh.empty for x in avals):
+    avals = [x for x in avals if not x.sharding.mesh.empty]
+    if not avals:
         return None
     spec: list[Any] = [None] * len(full)
     for k in range(len(full)):
@@ -191,6 +198,19 @@ def _eliminate(op: Op, used: Sequence[bool], equation: Any) -> tuple[list[bool],
 # ---- Batching ------------------------------------------------------------------------------------
 
 
+def _equally_varying(args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Marks operands as varying over all manual mesh axes over which any of them does.
+
+    JAX does that for its own operations.
+    """
+    axes = [_compat.varying_axes(jax.typeof(x)) for x in args]
+    union = frozenset().union(*axes)
+    return [
+        x if mine == union else _compat.as_varying(x, tuple(union - mine))
+        for x, mine in zip(args, axes, strict=True)
+    ]
+
+
 def _batch(
     primitive: Primitive,
     args: Sequence[jax.Array],
@@ -212,7 +232,7 @@ def _batch(
 
     size = leader.shape[at]
     outs = primitive.bind(
-        *(place(x, d) for x, d in zip(args, dims, strict=True)),
+        *_equally_varying([place(x, d) for x, d in zip(args, dims, strict=True)]),
         operands=operands,
         results=tuple(r._replace(shape=(*r.shape[:at], size, *r.shape[at:])) for r in results),
         recurrence=recurrence._replace(axis=recurrence.axis + (at <= recurrence.axis)),
@@ -231,15 +251,8 @@ PRIMITIVES = frozenset(op.primitive for op in (SCAN, TANGENT, COTANGENT))
 
 def _bind(op: Op, recurrence: Recurrence, operands: Operands, results: Iterable[Result]) -> list:
     present = {name: operands[name] for name in op.operands if operands.get(name) is not None}
-    # Operands of JAX's own operations are marked as varying where only some of them do; here that
-    # is up to us.
-    axes = {name: _compat.varying_axes(jax.typeof(x)) for name, x in present.items()}
-    union = frozenset().union(*axes.values())
-    for name, x in present.items():
-        if axes[name] != union:
-            present[name] = _compat.as_varying(x, tuple(union - axes[name]))
     return op.primitive.bind(
-        *present.values(),
+        *_equally_varying(list(present.values())),
         operands=tuple(present),
         results=tuple(results),
         recurrence=recurrence,
@@ -286,6 +299,19 @@ def _broadcast(outs: Iterable[jax.Array | None], results: Sequence[Result]) -> l
     return [jnp.broadcast_to(x, result.shape) for x, result in zip(present, results, strict=True)]
 
 
+def _as(aval: Any, x: jax.Array) -> jax.Array:
+    """`x` sharded over explicit mesh axes as `aval` is, which (co)tangents of it have to be.
+
+    An operand that is sharded less than the others, such as a whole `a`, has such a gradient.
+    """
+    mine = jax.typeof(x).sharding
+    if mine.mesh.empty or mine.spec == aval.sharding.spec:
+        return x
+    concrete = getattr(x, "sharding", mine)
+    mesh = concrete.mesh if isinstance(concrete, NamedSharding) else mine.mesh
+    return _compat.reshard(x, NamedSharding(mesh, aval.sharding.spec))
+
+
 def _scan_jvp(primals, tangents, *, operands, results, recurrence):
     """dh = tangent(a, h, h0; da, db, dh0), with the tangents that are not zero."""
     named = dict(zip(operands, primals, strict=True))
@@ -299,7 +325,7 @@ def _scan_jvp(primals, tangents, *, operands, results, recurrence):
         return outs[1:], douts[1:]
     outs = SCAN.primitive.bind(*primals, operands=operands, results=results, recurrence=recurrence)
     douts = _tangent_of(recurrence, {**named, "h": outs[0]}, dots, results)
-    return outs, douts
+    return outs, [_as(jax.typeof(x), dx) for x, dx in zip(outs, douts, strict=True)]
 
 
 def _tangent_of(recurrence, named, dots, results) -> list:
@@ -318,7 +344,8 @@ def _tangent_jvp(primals, tangents, *, operands, results, recurrence):
         outs = TANGENT.primitive.bind(
             *primals, operands=operands, results=results, recurrence=recurrence
         )
-        return outs, _tangent_of(recurrence, named, dots, results)
+        douts = _tangent_of(recurrence, named, dots, results)
+        return outs, [_as(jax.typeof(x), dx) for x, dx in zip(outs, douts, strict=True)]
 
     def expansion(moving):
         outs = _reference.tangent(
@@ -365,7 +392,9 @@ def _transpose_to_cotangent(op, cotangents, *args, operands, results, recurrence
     primal = ("a", "h", "h0", "reset") if "da" in unknown else ("a", "reset")
     outs = cotangent(recurrence, {n: named[n] for n in primal if n in named} | given, wanted)
     found = {result.name: x for result, x in zip(wanted, outs, strict=True)}
-    return [found[op.linear[name]] if name in unknown else None for name in operands]
+    return [
+        _as(unknown[name], found[op.linear[name]]) if name in unknown else None for name in operands
+    ]
 
 
 def _cotangent_transpose(cotangents, *args, operands, results, recurrence):
@@ -393,7 +422,7 @@ def _cotangent_transpose(cotangents, *args, operands, results, recurrence):
     if dstate is not None:
         aval = unknown["gstate"]
         found["gstate"] = fit(dstate, step_shape(full, recurrence.axis), aval.shape, aval.dtype)
-    return [found.get(name) for name in operands]
+    return [_as(unknown[name], found[name]) if name in found else None for name in operands]
 
 
 ad.primitive_jvps[SCAN.primitive] = _scan_jvp

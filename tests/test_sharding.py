@@ -510,3 +510,51 @@ def test_S1_the_handler_checks(changed, message):
         message = "of size 0|must|can't"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(**changed)
+
+
+@pytest.mark.parametrize("a_shape", [(), (6,), (12, 6), (4, 12, 6)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_S1_explicit_gradients_of_what_is_sharded_less(a_shape, jit):
+    """(Co)tangents have their operand's sharding, not that of those it meets."""
+    over = mesh(AxisType.Explicit, x=4, y=2)
+    case = Case("", (4, 12, 6), a=a_shape, h0=(4, 6))
+    a, b, h0, _ = arguments(case)
+    oracle = Oracle(a, b, h0=h0)
+    g = np.random.default_rng(0).normal(size=b.shape).astype(b.dtype)
+
+    def loss(a, b, h0, g):
+        return jnp.sum(g * linear_scan(a, b, h0))
+
+    with jax.set_mesh(over):
+        args = jnp.asarray(a), put(b, over, P("x", None, "y")), jnp.asarray(h0)
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        found = (jax.jit(gradient) if jit else gradient)(*args, put(g, over, P("x", None, "y")))
+        for x, dx in zip(args, found, strict=True):
+            assert jax.typeof(dx).sharding.spec == jax.typeof(x).sharding.spec
+        _, dh = jax.jvp(lambda h0: linear_scan(args[0], args[1], h0), (args[2],), (args[2],))
+        assert jax.typeof(dh).sharding.spec == P("x", None, "y")
+    expected = oracle.cotangents(g)
+    for dx, name in zip(found, ("a", "b", "h0"), strict=True):
+        check(dx, expected[name], name)
+
+
+def test_S1_constants_meet_arrays_on_an_explicit_mesh():
+    over = mesh(AxisType.Explicit, x=4)
+    _, b, _, _ = arguments(Case("", (4, 12, 6)))
+    expected = Oracle(np.float32(0.5), b).values()[0]
+    with jax.default_device(over.devices.flat[0]):
+        unplaced = jnp.full((4, 12, 6), 0.5, np.float32)
+    for a in (0.5, np.full((6,), 0.5, np.float32), unplaced):
+        for f in (linear_scan, jax.jit(linear_scan)):
+            h = f(a, put(b, over, P("x")))
+            check(h, expected)
+            assert jax.typeof(h).sharding.spec == P("x", None, None)
+
+
+def test_S2_mapped_over_a_manual_axis():
+    """`spmd_axis_name` marks mapped operands as varying; the others have to follow."""
+    over = mesh(x=2, y=4)
+    a, b, _, _ = arguments(Case("", (2, 12, 4), a=(12, 4)))
+    scan = jax.shard_map(linear_scan, mesh=over, in_specs=P(None, "y"), out_specs=P(None, "y"))
+    h = jax.vmap(scan, in_axes=(None, 0), spmd_axis_name="x")(a, b)
+    check(h, Oracle(a, b).values()[0])
