@@ -46,44 +46,13 @@ struct alignas(2 * sizeof(S)) Packet {
   __device__ S state() const { return map().b; }
 };
 
-// Packets are read and written in one piece, and seen by all blocks.
-__device__ __forceinline__ Packet<float> receive(const Packet<float>* place) {
-  Packet<float> p;
-  asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
-               : "=r"(p.word[0]), "=r"(p.word[1])
-               : "l"(place)
-               : "memory");
-  return p;
-}
-__device__ __forceinline__ void send(Packet<float>* place, Packet<float> p) {
-  asm volatile(
-      "{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(place),
-      "r"(p.word[0]), "r"(p.word[1])
-      : "memory");
-}
 template <class S>
 __device__ __forceinline__ Packet<S> receive(const Packet<S>* place) {
-  static_assert(sizeof(Packet<S>) == 16);
-  Packet<S> p;
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "ld.relaxed.gpu.global.b128 v, [%4];\n\t"
-      "mov.b128 {lo, hi}, v;\n\t"
-      "mov.b64 {%0, %1}, lo; mov.b64 {%2, %3}, hi; }"
-      : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-      : "l"(place)
-      : "memory");
-  return p;
+  return load_whole(place);
 }
 template <class S>
-__device__ __forceinline__ void send(Packet<S>* place, Packet<S> p) {
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "mov.b64 lo, {%1, %2}; mov.b64 hi, {%3, %4};\n\t"
-      "mov.b128 v, {lo, hi};\n\t"
-      "st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(place),
-      "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3])
-      : "memory");
+__device__ __forceinline__ void send(Packet<S>* place, Packet<S> packet) {
+  store_whole(place, packet);
 }
 
 // The places of all tiles' packets: those to the chain, and those from it.

@@ -1,4 +1,4 @@
-// What both kernels need: reading and writing runs of steps, and the arithmetic of one step.
+// What all kernels need: reading and writing runs of steps, and the arithmetic of one step.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,6 +29,50 @@ struct Words {
   static constexpr int kCount = sizeof(T) / 4;
   uint32_t word[kCount];
 };
+
+// A value of 8 or 16 bytes that blocks tell each other: read and written in one piece, it needs no
+// fence between its parts.
+template <class T>
+__device__ __forceinline__ T load_whole(const T* place) {
+  Words<T> w;
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
+                 : "=r"(w.word[0]), "=r"(w.word[1])
+                 : "l"(place)
+                 : "memory");
+  } else {
+    static_assert(sizeof(T) == 16);
+    asm volatile(
+        "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
+        "ld.relaxed.gpu.global.b128 v, [%4];\n\t"
+        "mov.b128 {lo, hi}, v;\n\t"
+        "mov.b64 {%0, %1}, lo; mov.b64 {%2, %3}, hi; }"
+        : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+        : "l"(place)
+        : "memory");
+  }
+  return internal::bit_cast<T>(w);
+}
+
+template <class T>
+__device__ __forceinline__ void store_whole(T* place, T value) {
+  const Words<T> w = internal::bit_cast<Words<T>>(value);
+  if constexpr (sizeof(T) == 8) {
+    asm volatile(
+        "{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(place),
+        "r"(w.word[0]), "r"(w.word[1])
+        : "memory");
+  } else {
+    static_assert(sizeof(T) == 16);
+    asm volatile(
+        "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
+        "mov.b64 lo, {%1, %2}; mov.b64 hi, {%3, %4};\n\t"
+        "mov.b128 v, {lo, hi};\n\t"
+        "st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(place),
+        "r"(w.word[0]), "r"(w.word[1]), "r"(w.word[2]), "r"(w.word[3])
+        : "memory");
+  }
+}
 
 template <class T>
 __device__ __forceinline__ T shuffle_up(T value, int delta) {

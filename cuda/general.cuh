@@ -20,6 +20,7 @@
 // on the data alone.
 #pragma once
 
+#include "cuda/copy.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 #include "cuda/mailbox.cuh"
@@ -63,12 +64,6 @@ __device__ __forceinline__ bool travels(const Input& in) {
 #endif
 }
 
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 // One slot per step and thread; every thread copies, and later takes, its own.
 template <class S, int kSteps>
 class Slots {
@@ -88,15 +83,12 @@ class Slots {
         const T* from = static_cast<const T*>(in.data) + in.at.outer_offset(at.o) +
                         in.at.inner_offset(at.i) + t0 * in.at.time_stride;
         const int64_t jump = walk.step() * in.at.time_stride;
-        const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(slots_));
         const bool inside = past == 0 || (t0 >= 0 && t0 < walk.time);
 #pragma unroll
         for (int r = 0; r < kSteps; ++r) {
           const bool last = past != 0 && at.s0 + r == walk.time - 1;
           if (r < at.count && (r > 0 || inside) && !(last && past == -walk.step())) {
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to + r * kJump),
-                         "l"(from), "n"(sizeof(T))
-                         : "memory");
+            copy_async<sizeof(T)>(slots_ + r * kJump, from);
           }
           from += jump;
         }

@@ -116,8 +116,8 @@ bool in_vectors(const Problem& p, const Input& in, DType expected, int vector) {
 
 bool in_lines(const Problem& p, const Input& in) { return !in.data || in.at.time_stride == 1; }
 
-// Types that have kernels of lookback.cuh, and how many channels a thread of theirs holds.
-struct LookbackKernel {
+// Types that have kernels of chained.cuh, and how many channels a thread of theirs holds.
+struct ChainedKernel {
   cudaError_t (*launch)(const Problem&, const Device&, void*, cudaStream_t) = nullptr;
   int vector = 1;
   bool line = false;
@@ -144,38 +144,38 @@ bool fits(const Problem& p, StreamTypes types, int vector, bool line) {
 }
 
 template <class A, class B, class H, class Layout>
-LookbackKernel lookback_kernel() {
-  return {launch_lookback<A, B, H, Layout>, Layout::kChannels, Layout::kLine};
+ChainedKernel chained_kernel() {
+  return {launch_chained<A, B, H, Layout>, Layout::kChannels, Layout::kLine};
 }
 
-// The kernel of lookback.cuh that the problem fits, if there is one.
-LookbackKernel lookback_for(const Problem& p, StreamTypes t) {
-  using lookback::Line;
-  using lookback::Rows;
+// The kernel of chained.cuh that the problem fits, if there is one.
+ChainedKernel chained_for(const Problem& p, StreamTypes t) {
+  using chained::Line;
+  using chained::Rows;
   if (p.op == Op::kTangent || state_of(t.b) != p.state || t.b != t.h) return {};
-  const auto first = [&](std::initializer_list<LookbackKernel> kernels) {
-    for (const LookbackKernel& k : kernels) {
+  const auto first = [&](std::initializer_list<ChainedKernel> kernels) {
+    for (const ChainedKernel& k : kernels) {
       if (fits(p, t, k.vector, k.line)) return k;
     }
-    return LookbackKernel{};
+    return ChainedKernel{};
   };
   if (t.a == DType::kF32 && t.b == DType::kBF16) {
-    return first({lookback_kernel<float, BFloat16, BFloat16, Rows<4>>()});
+    return first({chained_kernel<float, BFloat16, BFloat16, Rows<4>>()});
   }
   if (t.a != t.b) return {};
   switch (t.a) {
     case DType::kF32:
-      return first({lookback_kernel<float, float, float, Line>(),
-                    lookback_kernel<float, float, float, Rows<4>>(),
-                    lookback_kernel<float, float, float, Rows<1>>()});
+      return first({chained_kernel<float, float, float, Line>(),
+                    chained_kernel<float, float, float, Rows<4>>(),
+                    chained_kernel<float, float, float, Rows<1>>()});
     case DType::kF16:
-      return first({lookback_kernel<Float16, Float16, Float16, Rows<4>>()});
+      return first({chained_kernel<Float16, Float16, Float16, Rows<4>>()});
     case DType::kBF16:
-      return first({lookback_kernel<BFloat16, BFloat16, BFloat16, Rows<4>>()});
+      return first({chained_kernel<BFloat16, BFloat16, BFloat16, Rows<4>>()});
     case DType::kF64:
-      return first({lookback_kernel<double, double, double, Rows<2>>()});
+      return first({chained_kernel<double, double, double, Rows<2>>()});
     case DType::kC64:
-      return first({lookback_kernel<Complex64, Complex64, Complex64, Rows<2>>()});
+      return first({chained_kernel<Complex64, Complex64, Complex64, Rows<2>>()});
     case DType::kC128:
       break;
   }
@@ -209,10 +209,10 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     if (path == Path::kSequential) return cudaErrorNotSupported;
   }
   if (path != Path::kGeneral) {
-    const LookbackKernel lookback = lookback_for(p, types);
+    const ChainedKernel chained = chained_for(p, types);
     const cudaError_t queued =
-        lookback.launch ? lookback.launch(p, device, workspace, stream) : cudaErrorNotSupported;
-    if (queued != cudaErrorNotSupported || path == Path::kLookback) return queued;
+        chained.launch ? chained.launch(p, device, workspace, stream) : cudaErrorNotSupported;
+    if (queued != cudaErrorNotSupported || path == Path::kChained) return queued;
   }
   switch (p.state) {
     case DType::kF64:

@@ -11,8 +11,8 @@
 
 namespace jax_scan {
 
-// kAuto picks the faster one; tests and measurements ask for one or the other.
-enum class Path { kAuto, kSequential, kLookback, kGeneral };
+// kAuto picks the fastest; tests and measurements ask for one by name.
+enum class Path { kAuto, kSequential, kChained, kGeneral };
 
 // Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
 // problem does not fit is cudaErrorNotSupported.
@@ -33,7 +33,7 @@ template <class A, class B, class H>
 cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan,
                               cudaStream_t stream);
 
-namespace lookback {
+namespace chained {
 
 // Neighbouring channels are neighbours in memory: a thread holds kChannels of them at each step,
 // a warp rows of them.
@@ -49,12 +49,12 @@ struct Line {
   static constexpr bool kLine = true;
 };
 
-}  // namespace lookback
+}  // namespace chained
 
 // Scan and cotangent.
 template <class A, class B, class H, class Layout>
-cudaError_t launch_lookback(const Problem& problem, const Device& device, void* workspace,
-                            cudaStream_t stream);
+cudaError_t launch_chained(const Problem& problem, const Device& device, void* workspace,
+                           cudaStream_t stream);
 
 template <class S>
 cudaError_t launch_general(const Problem& problem, const Device& device, void* workspace,

@@ -19,30 +19,6 @@ struct alignas(16) MapPacket {
   uint32_t unused;
 };
 
-// A packet is read and written in one piece, so it needs no fence between payload and kind.
-__device__ __forceinline__ MapPacket read(const MapPacket* place) {
-  MapPacket p;
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "ld.relaxed.gpu.global.b128 v, [%4];\n\t"
-      "mov.b128 {lo, hi}, v;\n\t"
-      "mov.b64 {%0, %1}, lo; mov.b64 {%2, %3}, hi; }"
-      : "=r"(p.payload[0]), "=r"(p.payload[1]), "=r"(p.kind), "=r"(p.unused)
-      : "l"(place)
-      : "memory");
-  return p;
-}
-
-__device__ __forceinline__ void write(MapPacket* place, MapPacket p) {
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 lo, hi;\n\t"
-      "mov.b64 lo, {%1, %2}; mov.b64 hi, {%3, %4};\n\t"
-      "mov.b128 v, {lo, hi};\n\t"
-      "st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(place),
-      "r"(p.payload[0]), "r"(p.payload[1]), "r"(p.kind), "r"(0u)
-      : "memory");
-}
-
 // The packets of one lane: place k of tile t lies at base[t * tile_stride + k * lanes].
 template <class S>
 class Mailbox {
@@ -59,7 +35,7 @@ class Mailbox {
   __device__ __forceinline__ Kind receive(int64_t tile, Affine<S>& map) const {
     MapPacket in[kMapPackets];
 #pragma unroll
-    for (int k = 0; k < kMapPackets; ++k) in[k] = read(place(tile, k));
+    for (int k = 0; k < kMapPackets; ++k) in[k] = load_whole(place(tile, k));
     bool is_map = true, is_state = true;
 #pragma unroll
     for (int k = 0; k < kMapPackets; ++k) {
@@ -87,7 +63,7 @@ class Mailbox {
 #pragma unroll
     for (int k = 0; 2 * k < Words<T>::kCount; ++k) {
       const uint32_t second = 2 * k + 1 < Words<T>::kCount ? words.word[2 * k + 1] : 0u;
-      write(place(tile, k), {{words.word[2 * k], second}, kind, 0});
+      store_whole(place(tile, k), MapPacket{{words.word[2 * k], second}, kind, 0});
     }
   }
 

@@ -19,18 +19,18 @@ JAX_SCAN_HD constexpr int packets_per_map(int state_bytes) {
   return state_bytes > 4 ? 2 * state_bytes / 8 : 1;
 }
 
-// ---- The single pass that is parallel in time (lookback.cuh) ----
+// ---- The single pass that is parallel in time (chained.cuh) ----
 
 inline constexpr int kTileThreads = 256;
-inline constexpr int kMostChannels = 64;  // of a tile
+inline constexpr int kMostChannels = 32;  // of a tile
 
 // Shorter lines leave most of a warp without work.
 inline constexpr int kShortestLine = 256;
 
 // Blocks that a multiprocessor is meant to hold, for which registers and shared memory are shared
-// out: while one looks back, the others' operands are on their way.
-JAX_SCAN_HD constexpr int lookback_blocks(Op op, bool line, int channels_of_thread,
-                                          int state_bytes) {
+// out: while one waits for its state, the others' operands are on their way.
+JAX_SCAN_HD constexpr int chained_blocks(Op op, bool line, int channels_of_thread,
+                                         int state_bytes) {
   return op == Op::kScan && state_bytes == 4 && (line || channels_of_thread > 1) ? 3 : 2;
 }
 
@@ -69,9 +69,9 @@ constexpr int64_t chain_blocks(const Tiling& t, int64_t resident) {
   return needed > most ? 0 : std::max(needed, std::min(wanted, most));
 }
 
-// `channels_of_thread` x `steps`: a thread's share; `line`: see lookback.cuh.
-constexpr Tiling lookback_tiling(bool line, int channels_of_thread, int steps, int state_bytes,
-                                 int64_t channels, int64_t time) {
+// `channels_of_thread` x `steps`: a thread's share; `line`: see chained.cuh.
+constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, int state_bytes,
+                                int64_t channels, int64_t time) {
   Tiling t{};
   t.warps = kTileThreads / 32;
   t.time_warps = t.warps;
@@ -260,14 +260,14 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 
 // ---- The workspace ----
 
-// What any of the paths needs, on any GPU. A tile of lookback.cuh has at least 128 steps, and less
+// What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps, and less
 // than twice as many channels as there are.
 constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   const size_t channels = static_cast<size_t>(outer) * inner;
   const size_t tiles = divide_up(time, 128), bytes = byte_size(state);
   const size_t places = tiles * std::min(channels + kMostChannels, 2 * channels);
-  const size_t lookback = 768 + places * 4 * bytes + tiles * channels * bytes;
-  return std::max(general_tiling(op, outer, time, inner, state).bytes, lookback);
+  const size_t chained = 768 + places * 4 * bytes + tiles * channels * bytes;
+  return std::max(general_tiling(op, outer, time, inner, state).bytes, chained);
 }
 
 // n channels of a longer call never need more than n times this.

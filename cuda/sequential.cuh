@@ -13,21 +13,13 @@
 
 #include <type_traits>
 
+#include "cuda/copy.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
 namespace jax_scan {
 
 namespace sequential {
-
-__device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) {
-#if __CUDA_ARCH__ >= 800
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-#else
-  *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
-#endif
-}
 
 __device__ __forceinline__ void close_stage() {
 #if __CUDA_ARCH__ >= 800
@@ -204,13 +196,13 @@ class Stream {
     if (there.begin == 0 && there.end >= kSteps) {
 #pragma unroll
       for (int k = 0; k < kCopies; ++k) {
-        copy_16_bytes(to + k * kRowsPerCopy * kRowBytes, from);
+        copy_async<16>(to + k * kRowsPerCopy * kRowBytes, from);
         from += jump;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kSteps; row += kRowsPerCopy) {
-        if (there.contains(row)) copy_16_bytes(to, from);
+        if (there.contains(row)) copy_async<16>(to, from);
         from += jump;
         to += kRowsPerCopy * kRowBytes;
       }

@@ -15,7 +15,7 @@ namespace {
 
 using namespace jax_scan;
 
-// The kernels of lookback.cuh, as launch.cc has them.
+// The kernels of chained.cuh, as launch.cc has them.
 struct Kernel {
   bool line;
   int channels_of_thread;
@@ -47,8 +47,8 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
     if (!k.line && inner % k.channels_of_thread != 0) continue;
     const int steps = segment_steps(k.line, k.channels_of_thread, k.bytes);
     const Tiling t =
-        lookback_tiling(k.line, k.channels_of_thread, steps, k.state_bytes, channels, time);
-    holds(t.bytes <= all, "workspace of the look-back path");
+        chained_tiling(k.line, k.channels_of_thread, steps, k.state_bytes, channels, time);
+    holds(t.bytes <= all, "workspace of the chained path");
     holds(t.channels <= kMostChannels, "channels of a tile");
     holds(t.tiles * t.tile_steps >= time, "tiles cover time");
     holds(int64_t{t.groups} * t.channels >= channels, "tiles cover channels");

@@ -5,21 +5,18 @@
 // its threads walks a segment of it: `kSteps` consecutive steps of one or a few neighbouring
 // channels. With the state s_in that enters the tile, the one that leaves is A s_in + B, where
 // (A, B) composes the steps' affine maps. A block
-//   1. composes its tile's map and publishes it,
-//   2. looks back: takes the state after the nearest tile that has published one and applies the
-//   maps of the tiles between, in order,
-//   3. publishes the state after its own tile, and
-//   4. runs the recurrence through its steps from the state that enters, and writes.
-// (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016, for the
-// scheme.) Unlike there, maps are applied to states one by one and in order, never composed with
-// each other, so that the bits of the result do not depend on how far a block happened to look
-// back. As soon as a warp is done with a tile, the next tile's operands are on their way into its
-// part of shared memory.
+//   1. composes its tile's map and sends it to the chain (chain.cuh), whose warps apply the maps of
+//   all tiles to the state, in order,
+//   2. receives from there the state that enters its tile, and
+//   3. runs the recurrence through its steps from that state, and writes.
+// (After Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016,
+// where each block looks back over its predecessors' maps itself.) As soon as a warp is done with a
+// tile, the next tile's operands are on their way into its part of shared memory.
 //
 // A s_in + B stands for the step-by-step recurrence only while products and sums stay far from
-// overflow (Bounds). A tile for which that is not certain publishes no map; it waits for its
-// predecessor's state, walks its segments in order, and publishes what comes out. The choice
-// depends on the data alone, channel by channel.
+// overflow (Bounds). A tile for which that is not certain sends no map; it waits for the state,
+// walks its segments in order, and sends what comes out. The choice depends on the data alone,
+// channel by channel. (A product that underflows counts as zero.)
 #pragma once
 
 #include "cuda/chain.cuh"
@@ -30,7 +27,7 @@
 
 namespace jax_scan {
 
-namespace lookback {
+namespace chained {
 
 // The types of a, b and h.
 template <class A_, class B_, class H_>
@@ -223,7 +220,7 @@ class Share {
   using HSlots = Slots<H, Layout, kSteps>;
   static constexpr int kBytes =
       ASlots::kBytes + XSlots::kBytes + (kOp == Op::kCotangent ? HSlots::kBytes : 0);
-  static constexpr int kBlocks = lookback_blocks(kOp, Layout::kLine, kChannels, sizeof(S));
+  static constexpr int kBlocks = chained_blocks(kOp, Layout::kLine, kChannels, sizeof(S));
   static constexpr int kVectors = XSlots::kVectors;
   static constexpr int kElements = XSlots::kElements;
   static constexpr int kUnroll = !Layout::kLine && kChannels == 1 ? kVectors : 2;
@@ -443,15 +440,15 @@ class Share {
   HSlots h_;
 };
 
-}  // namespace lookback
+}  // namespace chained
 
 // `counter` hands out the tiles, unless each has a block of its own. The first
 // `tiling.chain_blocks` blocks are the chain.
 template <Op kOp, class T, class Layout>
-__global__ void __launch_bounds__(kTileThreads, lookback::Share<kOp, T, Layout>::kBlocks)
-    lookback_kernel(const __grid_constant__ Problem p, const __grid_constant__ Tiling tiling,
-                    unsigned* counter, Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
-  using namespace lookback;
+__global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::kBlocks)
+    chained_kernel(const __grid_constant__ Problem p, const __grid_constant__ Tiling tiling,
+                   unsigned* counter, Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
+  using namespace chained;
   using S = typename T::S;
   using R = Real<S>;
   using Mine = Share<kOp, T, Layout>;
@@ -663,15 +660,15 @@ __global__ void __launch_bounds__(kTileThreads, lookback::Share<kOp, T, Layout>:
   }
 }
 
-namespace lookback {
+namespace chained {
 
 template <Op kOp, class T, class Layout>
 cudaError_t launch_op(const Problem& problem, const Device& device, void* workspace,
                       cudaStream_t stream) {
   using S = typename T::S;
   using Mine = Share<kOp, T, Layout>;
-  Tiling t = lookback_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
-                             problem.channels(), problem.time);
+  Tiling t = chained_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
+                            problem.channels(), problem.time);
   const int bytes = Mine::kBytes + t.maps_bytes;
   const int64_t all = t.tiles * t.groups;
   if (bytes > device.shared_bytes || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
@@ -684,7 +681,7 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   if (t.tiles > 1 && t.chain_blocks == 0) return cudaErrorNotSupported;
   const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
 
-  const auto kernel = lookback_kernel<kOp, T, Layout>;
+  const auto kernel = chained_kernel<kOp, T, Layout>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -706,15 +703,15 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   return cudaGetLastError();
 }
 
-}  // namespace lookback
+}  // namespace chained
 
 template <class A, class B, class H, class Layout>
-cudaError_t launch_lookback(const Problem& problem, const Device& device, void* workspace,
-                            cudaStream_t stream) {
-  using T = lookback::Types<A, B, H>;
+cudaError_t launch_chained(const Problem& problem, const Device& device, void* workspace,
+                           cudaStream_t stream) {
+  using T = chained::Types<A, B, H>;
   return problem.op == Op::kCotangent
-             ? lookback::launch_op<Op::kCotangent, T, Layout>(problem, device, workspace, stream)
-             : lookback::launch_op<Op::kScan, T, Layout>(problem, device, workspace, stream);
+             ? chained::launch_op<Op::kCotangent, T, Layout>(problem, device, workspace, stream)
+             : chained::launch_op<Op::kScan, T, Layout>(problem, device, workspace, stream);
 }
 
 }  // namespace jax_scan

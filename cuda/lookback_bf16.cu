@@ -1,6 +1,0 @@
-#include "cuda/lookback.cuh"
-
-namespace jax_scan {
-template cudaError_t launch_lookback<BFloat16, BFloat16, BFloat16, lookback::Rows<4>>(
-    const Problem&, const Device&, void*, cudaStream_t);
-}  // namespace jax_scan
