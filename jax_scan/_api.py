@@ -71,9 +71,13 @@ def linear_scan(
 
     Before the first step h is `h0`. Without it the first output is b[0], whatever a[0] holds. The
     function can be differentiated any number of times in both modes with respect to `a`, `b` and
-    `h0`, and mapped with `jax.vmap`; nothing is broadcast, transposed or copied on the way. A plain
-    call reads `a` and `b` once and writes h once; its gradient reads a, h and the cotangent once
-    and writes the gradients of a and b once.
+    `h0`, and mapped with `jax.vmap`; nothing is broadcast, transposed or copied on the way (but for
+    calls that XLA splits over CPU devices: docs/sharding.md). A plain call reads `a` and `b` once
+    and writes h once; its gradient reads a, h and the cotangent once and writes the gradients of a
+    and b once.
+
+    Values are those of the loop from step to step, NaNs and infinities included, up to rounding; a
+    product of factors that underflows may count as zero.
 
     Args:
         a: The factors. Real or complex, of b's shape or broadcastable to it by NumPy's rules; a

@@ -151,9 +151,8 @@ def sequence_parallel_scan(
     Raises:
         TypeError: As `linear_scan`; neither or both of `axis_name` and `sharding` are given, or one
             is of the wrong kind.
-        ValueError: As `linear_scan`; `axis_name` is not an axis over which `jax.shard_map` has
-            split the arguments; `sharding` does not split time, does not fit b's rank, or has axes
-            that do not divide over its devices.
+        ValueError: As `linear_scan`; `axis_name` is unknown here; `sharding` does not split time,
+            does not fit b's rank, or has axes that do not divide over its devices.
     """
     scan: Any
     if (axis_name is None) == (sharding is None):
