@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
@@ -160,7 +161,7 @@ def sequence_parallel_scan(
     if axis_name is not None:
         scan = partial(_scan, axis_name=_bound(axis_name))
     else:
-        scan = partial(_scan_whole, sharding=_named(sharding))
+        scan = partial(_scan_whole, sharding=_named(sharding, b))
     return _api.checked(scan, a, b, h0, axis, reverse, reset, return_state, out_dtype)
 
 
@@ -184,11 +185,21 @@ def _bound(axis_name: Any) -> tuple[str, ...]:
     return names
 
 
-def _named(sharding: Any) -> NamedSharding:
+def _named(sharding: Any, b: Any) -> NamedSharding:
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"sharding must be a jax.sharding.NamedSharding, got {sharding!r}")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError("sharding can't be given inside jax.shard_map; give axis_name instead")
+    names_no_devices = (
+        isinstance(sharding.mesh, AbstractMesh)
+        and AxisType.Auto in sharding.mesh.axis_types
+        and jax.sharding.get_abstract_mesh().empty
+    )
+    if names_no_devices and not isinstance(b, Tracer):
+        raise ValueError(
+            "sharding is over an abstract mesh, which names no devices; outside of jax.jit it must "
+            f"be over a jax.sharding.Mesh, got {sharding}"
+        )
     return sharding
 
 

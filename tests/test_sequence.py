@@ -598,6 +598,8 @@ def test_bad_sharding():
     bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=P(None, "t"))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=one)
+    abstract = NamedSharding(mesh(t=4).abstract_mesh, P(None, "t"))
+    bad("sharding is over an abstract mesh, which names no devices", sharding=abstract)
     both = {"sharding": NamedSharding(mesh(t=4), P(None, "t")), "axis_name": "t"}
     bad("give either axis_name", TypeError, **both)
     bad("give either axis_name", TypeError, sharding=None)
