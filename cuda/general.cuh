@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
                    unsigned long long* counter, MapPacket* packets, S* sums_over_tiles) {
   using namespace general;
   constexpr int kSteps = steps_per_thread(sizeof(S));
-  constexpr int kMostPlaces = sizeof(S) == 4 ? 4 : 2;  // read by a thread at a time
+  // Read by a thread at a time: as many as registers allow.
+  constexpr int kMostPlaces = sizeof(S) == 4 ? 4 : kOp == Op::kCotangent ? 1 : 2;
   constexpr int kWindowPlaces = kGeneralWindowBytes / static_cast<int>(sizeof(Affine<S>));
 
   extern __shared__ __align__(16) char shared[];  // the operands on their way
