@@ -114,7 +114,7 @@ bool in_vectors(const Problem& p, const Input& in, DType expected, int vector) {
   return true;
 }
 
-bool in_lines(const Problem& p, const Input& in) { return !in.data || in.at.time_stride == 1; }
+bool in_lines(const Input& in) { return !in.data || in.at.time_stride == 1; }
 
 // Types that have kernels of chained.cuh, and how many channels a thread of theirs holds.
 struct ChainedKernel {
@@ -136,9 +136,8 @@ bool fits(const Problem& p, StreamTypes types, int vector, bool line) {
   if (!outputs || !p.x.data) return false;
   if (p.inner == 1 && (!line || p.time < kShortestLine)) return false;
   if (line) {
-    return p.inner == 1 && all([&](const Input& in, DType t) {
-             return in_lines(p, in) && in_vectors(p, in, t, 1);
-           });
+    return p.inner == 1 &&
+           all([&](const Input& in, DType t) { return in_lines(in) && in_vectors(p, in, t, 1); });
   }
   return all([&](const Input& in, DType t) { return in_vectors(p, in, t, vector); });
 }
