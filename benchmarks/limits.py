@@ -83,7 +83,7 @@ def graphs(problem: Problem, direction: str, calls: int) -> dict[str, Timed]:
         x, y = (torch.rand(problem.shape, device="cuda").to(dtype) for _ in range(2))
         out = torch.empty_like(x)
         found["torch.add"] = captured(lambda: torch.add(x, y, out=out), calls)
-    library = native.library("baselines.cu")
+    library = native.build("baselines.cu")
     if library is None:
         return found
     library.elementwise.argtypes = [
@@ -164,7 +164,7 @@ def captured(function: Callable[[], Any], calls: int) -> Timed:
 
 @functools.cache
 def _triad() -> ctypes.CDLL:
-    found = native.library("triad.cc")
+    found = native.build("triad.cc")
     if found is None:
         raise RuntimeError("the limit on a CPU is a C++ program, but there is no c++ here")
     found.triad_new.restype = ctypes.c_void_p

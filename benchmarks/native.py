@@ -32,7 +32,7 @@ def start_build(source: str) -> tuple[subprocess.Popen, Path] | None:
 
 
 @functools.cache
-def library(source: str) -> ctypes.CDLL | None:
+def build(source: str) -> ctypes.CDLL | None:
     """The compiled source; None where there is no compiler for it."""
     building = start_build(source)
     if building is None:

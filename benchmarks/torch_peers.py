@@ -134,7 +134,7 @@ def _compiled_scan() -> Callable[..., Any]:
 
 
 def _library() -> ctypes.CDLL:
-    library = native.library("baselines.cu")
+    library = native.build("baselines.cu")
     if library is None:
         raise RuntimeError("there is no nvcc here")
     library.workspace_bytes.restype = ctypes.c_int64

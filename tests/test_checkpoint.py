@@ -133,4 +133,4 @@ def test_save_scans_is_the_same_policy_each_time():
 
 def test_save_scans_refuses_what_is_no_policy():
     with pytest.raises(TypeError, match=r"policy must be a function .* got 'dots' of type str"):
-        save_scans("dots")  # type: ignore[arg-type]
+        save_scans("dots")  # type: ignore[arg-type]  # that is what it refuses
