@@ -26,7 +26,8 @@ from typing import Any
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
-_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off", "-pthread"]
+_CSV = "--format=csv,noheader"
+_FLAGS = ["-Wall", "-Wextra", "-ffp-contract=off", "-pthread"]
 
 
 def main() -> int:
@@ -81,15 +82,15 @@ def _build(arguments: argparse.Namespace, folder: Path) -> Path:
     on_cpu = arguments.platform == "cpu"
     cxx = os.environ.get("CXX") or "c++"
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    flags = [*_FLAGS, f"-I{_ROOT}"]
+    flags = [*_FLAGS, "-g1"]
     if arguments.sanitize and on_cpu:
         # Unoptimised: the optimiser takes minutes over instrumented vector code.
-        flags += ["-O0", "-g1", f"-fsanitize={arguments.sanitize}", "-fno-sanitize-recover"]
+        flags += [f"-fsanitize={arguments.sanitize}", "-fno-sanitize-recover"]
+        level = "-O0"
     else:
-        flags += ["-O2", "-g1"]
-    if not on_cpu:
-        toolkit = Path(os.path.realpath(nvcc)).parents[1]
-        flags += ["-isystem", str(toolkit / "include")]
+        level = "-O2"
+    compiler = [cxx, *flags] if on_cpu else [nvcc, "-Xcompiler", ",".join(flags)]
+    compiler += ["-std=c++20", f"-I{_ROOT}"]
 
     ours = [_HERE / "problems.cc", _HERE / f"fuzz_{arguments.platform}.cc"]
     if arguments.objects:
@@ -100,18 +101,14 @@ def _build(arguments: argparse.Namespace, folder: Path) -> Path:
 
     def compile_one(source: Path) -> Path:
         made = folder / f"{source.name}.o"
-        if source.suffix == ".cu":
-            command = [nvcc, "-std=c++20", "-O3", f"-arch={_architecture()}", f"-I{_ROOT}"]
-        else:
-            command = [cxx, *flags]
-        subprocess.run([*command, "-c", str(source), "-o", str(made)], check=True)
+        how = ["-O3", "-arch=native"] if source.suffix == ".cu" else [level]
+        subprocess.run([*compiler, *how, "-c", str(source), "-o", str(made)], check=True)
         return made
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects += pool.map(compile_one, [*kernels, *ours])
     program = arguments.keep or folder / "fuzz"
-    linker = [cxx, *flags] if on_cpu else [nvcc, f"-arch={_architecture()}"]
-    subprocess.run([*linker, *map(str, objects), "-o", str(program)], check=True)
+    subprocess.run([*compiler, *map(str, objects), "-o", str(program)], check=True)
     return program
 
 
@@ -128,13 +125,6 @@ def _objects(build: Path, platform: str) -> list[Path]:
             sys.exit(f"{build} has no objects of {platform}/{name}")
         found += here
     return found
-
-
-def _architecture() -> str:
-    return os.environ.get("JAX_SCAN_FUZZ_ARCHITECTURE", "native")
-
-
-_CSV = "--format=csv,noheader"
 
 
 def _complains(line: str) -> bool:

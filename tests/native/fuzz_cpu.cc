@@ -362,8 +362,7 @@ int main(int argc, char** argv) {
     all.merge(report);
   };
   std::vector<std::thread> threads;
-  for (int k = 1; k < workers; ++k) threads.emplace_back(work);
-  work();
+  for (int k = 0; k < workers && k < problems; ++k) threads.emplace_back(work);
   for (std::thread& thread : threads) thread.join();
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
