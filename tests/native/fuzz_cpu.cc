@@ -357,6 +357,7 @@ int main(int argc, char** argv) {
       std::printf("FAILED: fuzz_cpu 1 %llu\n  %s\n  %s\n  smaller: %s\n  %s\n",
                   static_cast<unsigned long long>(c.seed), failure.c_str(), c.text().c_str(),
                   worker.check(small, nullptr).c_str(), small.text().c_str());
+      std::fflush(stdout);
     }
     const std::lock_guard lock(mutex);
     all.merge(report);

@@ -196,6 +196,10 @@ Complex128 draw_value(Random& random, const Case& c, Slot slot, const Range& ran
     scale = kind == 0 ? range.large : kind == 1 ? 1 / range.large : 1;
   } else if (c.values == Values::kSmall && slot != kA) {
     scale = 16 * range.normal;
+  } else if (c.values == Values::kZeros && slot == kA) {
+    scale = random.chance(0.1) ? range.large : 1;
+  } else if (c.values == Values::kZeros) {
+    scale = random.chance(0.9) ? 0 : 1e4 * range.normal;
   }
   return {v.re * scale, v.im * scale};
 }
@@ -405,8 +409,8 @@ class Oracle {
       if (slot >= kFirstResult) continue;
       ways_[slot] = {operands[slot], array.dtype, strides(c, static_cast<Slot>(slot)), 0};
     }
-    // Roundings of the same numbers again and again are no independent ones.
-    steady_ = ways_[kA].at.time_stride == 0 && ways_[kX].at.time_stride == 0;
+    // With the same number in each step, roundings are no independent ones.
+    steady_ = ways_[kA].at.time_stride == 0 || (ways_[kX].data && ways_[kX].at.time_stride == 0);
   }
 
   Compared run() {
@@ -435,7 +439,7 @@ class Oracle {
   }
 
   R tolerance(const Kept& x) const {
-    return 8 * unit_ * (steady_ ? x.linear : std::sqrt(x.squares)) + 2 * x.lost;
+    return unit_ * (steady_ ? 4 * x.linear : 8 * std::sqrt(x.squares)) + 2 * x.lost;
   }
   void put_largest(Kept& x, R part) const {
     x.largest = std::max(part, norm(x.value));
@@ -667,7 +671,8 @@ const char* name(Slot slot) {
   return kNames[slot];
 }
 const char* name(Values values) {
-  constexpr const char* kNames[] = {"plain", "growing", "finite", "special", "mixed", "small"};
+  constexpr const char* kNames[kValuesCount] = {"plain", "growing", "finite", "special",
+                                                "mixed", "small",   "zeros"};
   return kNames[static_cast<int>(values)];
 }
 
@@ -769,8 +774,9 @@ Case draw(uint64_t seed, const Limits& limits) {
              : values < 0.65 ? Values::kGrowing
              : values < 0.75 ? Values::kFinite
              : values < 0.87 ? Values::kSpecial
-             : values < 0.95 ? Values::kMixed
-                             : Values::kSmall;
+             : values < 0.93 ? Values::kMixed
+             : values < 0.96 ? Values::kSmall
+                             : Values::kZeros;
   c.factors = static_cast<int>(random.pick(0, 3));
   if (c.values == Values::kFinite || c.values == Values::kSpecial) {
     constexpr double kDensities[] = {0.0005, 0.005, 0.05, 0.3};

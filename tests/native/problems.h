@@ -7,8 +7,9 @@
 //   - a NaN or infinity must be there exactly where the recurrence in the state's type has one;
 //   - a finite element must lie between the roundings of (expected - bound) and (expected + bound).
 //     The bound follows the recurrence too: each step adds a rounding of the largest number that
-//     went into it (independent ones, so their squares are added), and carries earlier errors on
-//     multiplied by |a|. What is lost where a number or a product of factors underflows is added.
+//     went into it, and carries earlier errors on multiplied by |a|. Roundings are independent, so
+//     their squares are added, unless a or x is the same in each step. What is lost where a number
+//     or a product of factors underflows is added.
 //   - where a sum or product comes so near to the largest number that it depends on the order of
 //     operations whether it overflows, everything is allowed in this channel up to the next cut.
 #pragma once
@@ -51,7 +52,9 @@ enum class Values : uint8_t {
   kSpecial,  // and some are infinite or NaN
   kMixed,    // magnitudes 1e30, 1 and 1e-30
   kSmall,    // near the smallest normal number
+  kZeros,    // most of them 0, others tiny: a product of factors may overflow where no state does
 };
+inline constexpr int kValuesCount = 7;
 const char* name(Values values);
 
 struct Array {
@@ -128,7 +131,7 @@ struct Report {
   int64_t failures = 0;
   Compared compared;
   std::array<int64_t, 3> ops{};
-  std::array<int64_t, 6> values{};
+  std::array<int64_t, kValuesCount> values{};
   std::array<int64_t, 6> states{};
   std::array<int64_t, 6> types{};  // of `a`
   std::array<double, 6> error{};
