@@ -266,6 +266,11 @@ class Sum {
     }
   }
   void add(R x, R tolerance) { product(R(1), x, tolerance); }
+  // Adds a product that has become infinite, if it was ever rounded.
+  void add_beyond(bool is_positive) { (is_positive ? big_positive_ : big_negative_) = true; }
+  bool beyond() const {
+    return !nan_ && !positive_ && !negative_ && (big_positive_ || big_negative_);
+  }
 
   // False: it depends.
   bool get(R& out) const {
@@ -289,6 +294,19 @@ class Sum {
   bool big_positive_ = false, big_negative_ = false;  // finite, but not in the state's type
 };
 
+// A number that the kernel computes, and what is known of its error.
+template <class R, int N>
+struct Known {
+  Number<R, N> value;
+  R squares = 0;        // sum of the squares of roundings, each as large as it has become by now
+  R linear = 0;         // their sum
+  R lost = 0;           // by underflow
+  R largest = 0;        // the largest number that went into it, as large as it has become by now
+  R ever = 0;           // the largest number since the last cut
+  bool beyond[N] = {};  // infinite as a product only, which may be added to before it is rounded
+  bool open = false;
+};
+
 // The same for each component.
 template <class R, int N>
 class Sums {
@@ -307,6 +325,16 @@ class Sums {
       parts_[1].product(p.v[1], q.v[0], tolerance);
     }
   }
+  void add(const Known<R, N>& x, R tolerance) {
+    for (int k = 0; k < N; ++k) {
+      if (x.beyond[k]) {
+        parts_[k].add_beyond(x.value.v[k] > 0);
+      } else {
+        parts_[k].add(x.value.v[k], tolerance);
+      }
+    }
+  }
+  bool beyond(int k) const { return parts_[k].beyond(); }
   bool get(Number<R, N>& out) const {
     bool certain = true;
     for (int k = 0; k < N; ++k) certain = parts_[k].get(out.v[k]) && certain;
@@ -315,18 +343,6 @@ class Sums {
 
  private:
   Sum<R> parts_[N];
-};
-
-// A number that the kernel computes, and what is known of its error.
-template <class R, int N>
-struct Known {
-  Number<R, N> value;
-  R squares = 0;  // sum of the squares of roundings, each as large as it has become by now
-  R linear = 0;   // their sum
-  R lost = 0;     // by underflow
-  R largest = 0;  // the largest number that went into it, as large as it has become by now
-  R ever = 0;     // the largest number since the last cut
-  bool open = false;
 };
 
 // The result's element of type `t` that stands for `x`.
@@ -490,7 +506,7 @@ class Oracle {
         // u = x + s; da = u h_prev; s <- a u
         Sums<R, N> sums(largest_, normal_);
         sums.add(x, 0);
-        sums.add(s.value, tolerance(s));
+        sums.add(s, tolerance(s));
         s.open = !sums.get(s.value) || s.open;
         put_largest(s, std::max(s.largest, norm(x)));
         round(s);
@@ -558,6 +574,7 @@ class Oracle {
       if (case_.arrays[kDa].present) sums.product(da, past, 0);
     }
     s.open = !sums.get(s.value) || s.open;
+    for (int k = 0; k < N; ++k) s.beyond[k] = sums.beyond(k);
     const R by = norm(a), left = norm(da), right = norm(past);
     scale_errors(s, by);
     put_largest(s, std::max(s.largest, norm(x) + left * right));
