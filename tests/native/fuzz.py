@@ -37,6 +37,8 @@ def main() -> int:
         program = arguments.program or _build(arguments, Path(folder))
         command = [str(program), str(arguments.problems), str(arguments.seed)]
         command += [str(arguments.workers or os.cpu_count() or 1)]
+        if arguments.path:
+            command += ["--path", arguments.path]
         if arguments.sanitize and not on_cpu:
             command += ["--separate", "--largest", "100000"]
             watch = ["compute-sanitizer", "--error-exitcode", "9", "--tool", arguments.sanitize]
@@ -51,6 +53,7 @@ def main() -> int:
         "device": _processor() if on_cpu else _asked(["nvidia-smi", "--query-gpu=name", _CSV]),
         "versions": _versions(on_cpu),
         "sanitizer": arguments.sanitize or "none",
+        "path": arguments.path or "all",
         "exit_status": run.returncode,
         **json.loads(summary),
         "complaints": [line for line in lines if _complains(line)][:50],
@@ -69,6 +72,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, help="threads; as many as there are cores")
+    parser.add_argument("--path", metavar="NAME", help="the only one, of those in fuzz_cuda.cc")
     parser.add_argument("--sanitize", metavar="NAME")
     parser.add_argument("--objects", type=Path, metavar="FOLDER", help="a CMake build")
     parser.add_argument("--program", type=Path, help="built before")
@@ -121,6 +125,8 @@ def _objects(build: Path, platform: str) -> list[Path]:
     found = []
     for folder, name in folders[platform]:
         here = sorted((build / "CMakeFiles" / folder).glob(f"{name}.o"))
+        # A build folder may hold objects of sources that are no more.
+        here = [made for made in here if (_ROOT / platform / made.stem).exists()]
         if not here:
             sys.exit(f"{build} has no objects of {platform}/{name}")
         found += here
