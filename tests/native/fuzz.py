@@ -35,7 +35,7 @@ def main() -> int:
     on_cpu = arguments.platform == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         program = arguments.program or _build(arguments, Path(folder))
-        command = [str(program), str(arguments.problems), str(arguments.seed)]
+        command = [str(program.resolve()), str(arguments.problems), str(arguments.seed)]
         command += [str(arguments.workers or os.cpu_count() or 1)]
         if arguments.path:
             command += ["--path", arguments.path]
