@@ -373,28 +373,6 @@ def test_d3_public_import_gives_the_same(device, monkeypatch):
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def test_errors_name_what_is_wrong(device):
-    x = random((2, 5, 3), device=device)
-    with pytest.raises(ValueError, match="axis"):
-        linear_scan(x, x, axis=3)
-    with pytest.raises(ValueError, match="axis"):
-        linear_scan(x[0, :, 0], x[0, :, 0])
-    with pytest.raises(ValueError, match="broadcast"):
-        linear_scan(x[:, :4], x)
-    with pytest.raises(ValueError, match="broadcast"):
-        linear_scan(x, x[0])
-    with pytest.raises(ValueError, match="h0"):
-        linear_scan(x, x, x)
-    with pytest.raises(TypeError, match="ndarray"):
-        linear_scan(x, np.zeros((2, 5, 3), np.float32))  # type: ignore[call-overload]  # the fault
-    with pytest.raises(TypeError, match="sparse"):
-        linear_scan(x, x.to_sparse())
-    for bad in ((x[..., :2], x[..., :2]), (x, x[:1]), (x[0], x[0])):
-        for model in (ModelNew(3), Reference(3)):
-            with pytest.raises(ValueError, match="shape"):
-                model(*bad)
-
-
 def test_s3_devices_must_agree():
     x = random((2, 5, 3))
     with pytest.raises(ValueError, match="cpu and meta"):
