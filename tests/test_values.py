@@ -360,16 +360,3 @@ def test_G4_gradients_are_fully_written():
         jax.block_until_ready(poison)
         del poison
         assert all(np.isfinite(g).all() for g in grad(a, b, h0))
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_I1_more_than_2_to_the_31_elements():
-    shape = (2, 2**20 + 3, 1040)
-    b = jnp.ones(shape, jnp.bfloat16)
-    loss = jax.jit(lambda a, b: jnp.sum(linear_scan(a, b)[:, -1].astype(jnp.float32)))
-    h = jax.jit(lambda a, b: linear_scan(a, b)[:, -3:])(0.5, b)
-    np.testing.assert_array_equal(np.asarray(h, np.float32), 2)
-    gb = jax.jit(jax.grad(loss, 1))(0.5, b)[:, -9:]
-    expected = np.broadcast_to(0.5 ** np.arange(8, -1, -1.0)[:, None], gb.shape)
-    np.testing.assert_array_equal(np.asarray(gb, np.float32), expected)

@@ -1,0 +1,251 @@
+"""Sizes beyond 16, 31 and 32 bits: elements, rows, channels, steps and bytes of the workspace.
+
+Data are made where they are read: the element at (row, step, channel) is a function of the three
+numbers, so the float64 loop can be run over any stretch of any channel alone. Factors are below 1,
+so a loop that starts 512 steps before a stretch knows its states to more digits than float64 has.
+
+Large cases run one at a time, each in a process of its own, which gives its memory back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from oracles import Expected, Oracle, check
+
+from jax_scan import _native, linear_scan
+
+FULL = os.environ.get("JAX_SCAN_TEST_LOAD") == "1"
+GIB = 2**30
+MARGIN = 512
+STRETCH = 64
+
+
+class Size(NamedTuple):
+    shape: tuple[int, int, int]  # rows, steps, channels
+    dtype: str
+    reverse: bool = False
+    gradient: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """a, b and h; for the gradient a, h, g, da and db."""
+        one = int(np.prod(self.shape, dtype=object)) * jnp.dtype(self.dtype).itemsize
+        return one * (6 if self.gradient else 3)
+
+
+GPU = {
+    "2^31 elements, bfloat16": Size((2, 2**20 + 3, 1040), "bfloat16"),
+    "2^31 elements, float32": Size((3, 2**19 + 1, 1367), "float32", reverse=True),
+    "2^32 elements, many rows": Size((2**26 + 5, 13, 5), "bfloat16"),
+    "2^32 elements, many channels": Size((2, 33, 2**26 + 8), "bfloat16", reverse=True),
+    "2^32 elements, many steps": Size((1, 2**24 + 3, 257), "bfloat16"),
+    "2^32 elements, few channels": Size((1, 2**30 + 5, 4), "bfloat16", reverse=True),
+    "2^31 steps of one channel": Size((1, 2**31 + 5, 1), "bfloat16"),
+    "2^27 steps of one channel": Size((1, 2**27, 1), "float32"),
+    "512000 steps": Size((1, 512000, 64), "float32", reverse=True),
+}
+CPU = {
+    "2^24 steps of one channel": Size((1, 2**24, 1), "float32"),
+    "512000 steps": Size((1, 512000, 16), "float32", reverse=True),
+    "rows beyond 16 bits": Size((70000, 3, 20), "bfloat16"),
+    "channels beyond 16 bits": Size((1, 3, 2**20 + 1), "float32", reverse=True),
+} | (
+    {
+        "2^31 elements, many rows": Size((2**25 + 3, 13, 5), "bfloat16", gradient=False),
+        "2^31 elements, many steps": Size((1, 2**23 + 3, 257), "bfloat16", gradient=False),
+        "2^27 steps of one channel": Size((1, 2**27, 1), "float32"),
+    }
+    if FULL
+    else {}
+)
+SIZES = GPU if jax.default_backend() == "gpu" else CPU
+
+
+# ---- Data that are a function of where they are --------------------------------------------------
+
+
+def noise(row, step, channel):
+    """32 bits that look random, of uint32 numbers, NumPy's or JAX's; all arithmetic wraps."""
+    u = np.uint32
+    x = row * u(2654435761) + step * u(2246822519) + channel * u(3266489917)
+    x = (x ^ (x >> u(15))) * u(668265263)
+    return x ^ (x >> u(13))
+
+
+def factor(bits):
+    """In [1/2, 1), exact in 8 bits."""
+    return (bits % np.uint32(64)).astype(np.float32) / 128 + np.float32(0.5)
+
+
+def term(bits):
+    """In [-1, 1), exact in 8 bits."""
+    return ((bits >> np.uint32(8)) % np.uint32(128)).astype(np.float32) / 64 - np.float32(1)
+
+
+def whole(f, size: Size, salt: int) -> jax.Array:
+    def index(axis):
+        return lax.broadcasted_iota(jnp.uint32, size.shape, axis)
+
+    return f(noise(index(0) + np.uint32(salt), index(1), index(2))).astype(size.dtype)
+
+
+def part(f, salt: int, rows, steps, channels) -> np.ndarray:
+    """Of some channels, over some steps: (steps, channels)."""
+    with np.errstate(over="ignore"):
+        at = [np.asarray(x, np.uint32) for x in (rows, steps, channels)]
+        bits = noise(at[0] + np.uint32(salt), at[1][:, None], at[2])
+    return f(bits).astype(np.float64)
+
+
+# ---- What is compared ----------------------------------------------------------------------------
+
+
+def places(size: Size) -> list[tuple[int, int, int]]:
+    """Where stretches begin: corners, on both sides of 2^31 and 2^32 elements, and anywhere."""
+    rows, steps, channels = size.shape
+    rng = np.random.default_rng(0)
+    total = rows * steps * channels
+    flat = [0, total - 1, *(n + k for n in (2**31, 2**32) for k in (-1, 0) if n + k < total)]
+    found = [(i // (steps * channels), i // channels % steps, i % channels) for i in flat]
+    found += [(rows - 1, 0, channels - 1), (rows - 1, steps - 1, 0), (0, steps - 1, channels - 1)]
+    for step in rng.integers(steps, size=3):
+        found += [
+            (int(rng.integers(rows)), int(step), int(rng.integers(channels))) for _ in range(8)
+        ]
+    return [(r, max(0, min(t, steps - STRETCH)), c) for r, t, c in found]
+
+
+@partial(jax.jit, static_argnums=4)
+def stretch(x, row, step, channel, length):
+    return lax.dynamic_slice(x, (row, step, channel), (1, length, 1))[0, :, 0]
+
+
+def compare(name: str, x: jax.Array, size: Size, expected) -> None:
+    """`expected(rows, steps, channels)`: what some channels hold over some steps."""
+    length = min(STRETCH, size.shape[1])
+    at = places(size)
+    for step in sorted({t for _, t, _ in at}):
+        rows, channels = zip(*[(r, c) for r, t, c in at if t == step], strict=True)
+        steps = np.arange(max(0, step - MARGIN), min(size.shape[1], step + length + MARGIN))
+        keep = slice(step - steps[0], step - steps[0] + length)
+        want = expected(rows, steps, channels)
+        want = Expected(want.value[keep], want.bound[keep])
+        got = [
+            stretch(x, r, np.int64(step), c, length) for r, c in zip(rows, channels, strict=True)
+        ]
+        check(np.stack(got, 1), want, f"{name} of {size.shape} at {rows}, {step}, {channels}")
+
+
+def run(size: Size) -> None:
+    scan = partial(linear_scan, reverse=size.reverse)
+    a = jax.jit(partial(whole, factor, size, 1))()
+    b = jax.jit(partial(whole, term, size, 2))()
+    h = jax.jit(scan)(a, b)
+
+    def oracle(rows, steps, channels):
+        given = (part(f, s, rows, steps, channels) for f, s in ((factor, 1), (term, 2)))
+        dtype = jnp.dtype(size.dtype)
+        return Oracle(*given, axis=0, reverse=size.reverse, out_dtype=dtype, state="float32")
+
+    compare("h", h, size, lambda *at: oracle(*at).values()[0])
+    assert h.dtype == size.dtype
+    del h
+    if not size.gradient:
+        return
+
+    def gradients(a, b):
+        g = whole(term, size, 3)
+        return jax.vjp(scan, a, b)[1](g)
+
+    da, db = jax.jit(gradients, donate_argnums=(0, 1))(a, b)
+    del a, b
+
+    def cotangent(name, *at):
+        return oracle(*at).cotangents(part(term, 3, *at))[name]
+
+    compare("da", da, size, partial(cotangent, "a"))
+    compare("db", db, size, partial(cotangent, "b"))
+
+
+# ---- Where it runs -------------------------------------------------------------------------------
+
+
+def free_memory() -> int:
+    """Bytes that a new process can have on the device."""
+    if jax.default_backend() != "gpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if not shutil.which(query[0]):
+        return 2**63
+    first = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    return int(first) * 2**20
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One at a time, also among the processes of one test run."""
+    path = Path(tempfile.gettempdir()) / f"jax_scan_test_sizes_{os.getuid()}"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_I1_I2_sizes(name):
+    size = SIZES[name]
+    if size.bytes < GIB:
+        run(size)
+        return
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    code = f"""
+import jax
+jax.config.update("jax_enable_x64", True)
+import test_sizes
+test_sizes.run(test_sizes.SIZES[{name!r}])
+"""
+    with alone():
+        if free_memory() < 1.2 * size.bytes + 2 * GIB:
+            pytest.skip(f"needs {size.bytes / GIB:.0f} GiB")
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            capture_output=True,
+            text=True,
+            timeout=540,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("op", ["scan", "tangent", "cotangent"])
+def test_I1_workspace_is_counted_in_64_bits(op):
+    """The CUDA module tells it, on any machine."""
+    if _native.kernels()["cuda"] != "available":
+        pytest.skip("the CUDA module is not here")
+    module = _native.module("cuda")
+    per_channel = module.workspace_bytes_per_channel(op, 2**40, "complex128")
+    assert per_channel > 2**32
+    assert module.workspace_bytes(op, 2**16, 2**31, 2**16, "float32") > 0
+    for time in (2**20, 2**31 + 5, 2**40):
+        one, many = (module.workspace_bytes(op, n, time, 1, "float32") for n in (1, 3))
+        assert 0 < one <= many < 2**62
