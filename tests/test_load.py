@@ -339,7 +339,7 @@ def test_memory_is_flat(name):
         del out
         gc.collect()
         seen.append(resident())
-    # The first rounds fill caches. A result has 4 kB: if each were kept, or each hundredth, it shows.
+    # The first rounds fill caches. Results have 4 kB: a leak of each, or each fiftieth, it shows.
     assert min(seen[3:]) - max(seen[:2]) < 80 * many, seen
 
 
