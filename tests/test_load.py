@@ -109,10 +109,13 @@ def busy(threads: int = 2) -> Iterator[None]:
 # ---- Threads, streams, graphs --------------------------------------------------------------------
 
 
-def test_X4_many_threads():
-    """16 host threads, each with problems of its own: a value, and two scans in a larger jit."""
-    case = Case("", (2, 256, 8))
-    problems = [arguments(case, seed=k)[:2] for k in range(16)]
+@pytest.mark.parametrize("shape", [(2, 256, 8), (4, 1024, 32)])
+def test_X4_many_threads(shape):
+    """16 host threads, each with problems of its own: a value, and two scans in a larger jit.
+
+    On a CPU the first are too small to be shared between cores, the second are not.
+    """
+    problems = [arguments(Case("", shape), seed=k)[:2] for k in range(16)]
     for a, b in problems[:2]:
         check(VALUE(a, b), Oracle(a, b).values()[0])
     expected = [(VALUE(*x), GRAD(*x)) for x in problems]
