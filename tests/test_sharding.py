@@ -34,6 +34,7 @@ class Sharded(NamedTuple):
 
 SHARDED = {
     "batch": Sharded(Case("", (8, 12, 6), h0=(8, 6)), P("x"), (4, 6, 12)),
+    "batch over four devices": Sharded(Case("", (8, 64, 4)), P(("x", "y")), (2, 4, 64)),
     "batch over two axes": Sharded(Case("", (8, 12, 6)), P(("x", "y")), (2, 6, 12)),
     "channels": Sharded(Case("", (3, 12, 8), reverse=True), P(None, None, ("x", "z")), (3, 2, 12)),
     "both": Sharded(
