@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import subprocess
@@ -41,12 +42,13 @@ class Size(NamedTuple):
     dtype: str
     reverse: bool = False
     gradient: bool = True
+    a: tuple[int, int, int] | None = None  # the shape of the factors, if it is another
 
     @property
     def bytes(self) -> int:
-        """a, b and h; for the gradient a, h, g, da and db."""
-        one = int(np.prod(self.shape, dtype=object)) * jnp.dtype(self.dtype).itemsize
-        return one * (6 if self.gradient else 3)
+        """a, b and h; for the gradient a, h, g, da and db. Calls on a GPU have a workspace too."""
+        one = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return one * ((3 if self.a else 6) if self.gradient else 2 if self.a else 3)
 
 
 GPU = {
@@ -59,12 +61,20 @@ GPU = {
     "2^31 steps of one channel": Size((1, 2**31 + 5, 1), "bfloat16"),
     "2^27 steps of one channel": Size((1, 2**27, 1), "float32"),
     "512000 steps": Size((1, 512000, 64), "float32", reverse=True),
+    "2^32 elements, factors without time": Size(
+        (2, 33, 2**26 + 8), "bfloat16", a=(2, 1, 2**26 + 8)
+    ),
+    "2^34 elements, 2^32 steps, one factor": Size(
+        (1, 2**32 + 5, 4), "bfloat16", reverse=True, gradient=False, a=(1, 1, 1)
+    ),
 }
 CPU = {
     "2^24 steps of one channel": Size((1, 2**24, 1), "float32"),
     "512000 steps": Size((1, 512000, 16), "float32", reverse=True),
     "rows beyond 16 bits": Size((70000, 3, 20), "bfloat16"),
     "channels beyond 16 bits": Size((1, 3, 2**20 + 1), "float32", reverse=True),
+    "factors without time": Size((2, 33, 2**16 + 8), "bfloat16", a=(2, 1, 2**16 + 8)),
+    "one factor": Size((1, 2**16 + 5, 4), "bfloat16", gradient=False, a=(1, 1, 1)),
 } | (
     {
         "2^31 elements, many rows": Size((2**25 + 3, 13, 5), "bfloat16", gradient=False),
@@ -98,30 +108,31 @@ def term(bits):
     return ((bits >> np.uint32(8)) % np.uint32(128)).astype(np.float32) / 64 - np.float32(1)
 
 
-def whole(f, size: Size, salt: int) -> jax.Array:
+def whole(f, shape, dtype, salt: int) -> jax.Array:
     def index(axis):
-        return lax.broadcasted_iota(jnp.uint32, size.shape, axis)
+        return lax.broadcasted_iota(np.uint64, shape, axis).astype(np.uint32)
 
-    return f(noise(index(0) + np.uint32(salt), index(1), index(2))).astype(size.dtype)
+    return f(noise(index(0) + np.uint32(salt), index(1), index(2))).astype(dtype)
 
 
-def part(f, salt: int, rows, steps, channels) -> np.ndarray:
-    """Of some channels, over some steps: (steps, channels)."""
+def part(f, shape, salt: int, rows, steps, channels) -> np.ndarray:
+    """Of some channels, over some steps: (steps, channels), or (1, channels) without time."""
+    at = [np.asarray(x).astype(np.uint32) for x in (rows, steps, channels)]
+    at = [x if n > 1 else 0 * x for x, n in zip(at, shape, strict=True)]
+    steps = at[1][:, None] if shape[1] > 1 else at[1][:1, None]
     with np.errstate(over="ignore"):
-        at = [np.asarray(x, np.uint32) for x in (rows, steps, channels)]
-        bits = noise(at[0] + np.uint32(salt), at[1][:, None], at[2])
-    return f(bits).astype(np.float64)
+        return f(noise(at[0] + np.uint32(salt), steps, at[2])).astype(np.float64)
 
 
 # ---- What is compared ----------------------------------------------------------------------------
 
 
 def places(size: Size) -> list[tuple[int, int, int]]:
-    """Where stretches begin: corners, on both sides of 2^31 and 2^32 elements, and anywhere."""
+    """Where stretches begin: corners, on both sides of 2^31 to 2^33 elements, and anywhere."""
     rows, steps, channels = size.shape
     rng = np.random.default_rng(0)
     total = rows * steps * channels
-    flat = [0, total - 1, *(n + k for n in (2**31, 2**32) for k in (-1, 0) if n + k < total)]
+    flat = [0, total - 1, *(n + k for n in (2**31, 2**32, 2**33) for k in (-1, 0) if n + k < total)]
     found = [(i // (steps * channels), i // channels % steps, i % channels) for i in flat]
     found += [(rows - 1, 0, channels - 1), (rows - 1, steps - 1, 0), (0, steps - 1, channels - 1)]
     for step in rng.integers(steps, size=3):
@@ -138,8 +149,8 @@ def stretch(x, row, step, channel, length):
 
 def compare(name: str, x: jax.Array, size: Size, expected) -> None:
     """`expected(rows, steps, channels)`: what some channels hold over some steps."""
-    length = min(STRETCH, size.shape[1])
-    at = places(size)
+    length = min(STRETCH, x.shape[1])
+    at = places(size if x.shape[1] > 1 else size._replace(shape=x.shape))
     for step in sorted({t for _, t, _ in at}):
         rows, channels = zip(*[(r, c) for r, t, c in at if t == step], strict=True)
         steps = np.arange(max(0, step - MARGIN), min(size.shape[1], step + length + MARGIN))
@@ -153,31 +164,33 @@ def compare(name: str, x: jax.Array, size: Size, expected) -> None:
 
 
 def run(size: Size) -> None:
+    shape, a_shape, dtype = size.shape, size.a or size.shape, jnp.dtype(size.dtype)
     scan = partial(linear_scan, reverse=size.reverse)
-    a = jax.jit(partial(whole, factor, size, 1))()
-    b = jax.jit(partial(whole, term, size, 2))()
-    h = jax.jit(scan)(a, b)
+    a = jax.jit(partial(whole, factor, a_shape, dtype, 1))()
+    b = jax.jit(partial(whole, term, shape, dtype, 2))()
 
-    def oracle(rows, steps, channels):
-        given = (part(f, s, rows, steps, channels) for f, s in ((factor, 1), (term, 2)))
-        dtype = jnp.dtype(size.dtype)
+    def oracle(*at):
+        given = part(factor, a_shape, 1, *at), part(term, shape, 2, *at)
         return Oracle(*given, axis=0, reverse=size.reverse, out_dtype=dtype, state="float32")
 
+    h = jax.jit(scan)(a, b)
+    assert h.dtype == dtype
     compare("h", h, size, lambda *at: oracle(*at).values()[0])
-    assert h.dtype == size.dtype
     del h
     if not size.gradient:
         return
 
     def gradients(a, b):
-        g = whole(term, size, 3)
-        return jax.vjp(scan, a, b)[1](g)
+        return jax.vjp(scan, a, b)[1](whole(term, shape, dtype, 3))
 
     da, db = jax.jit(gradients, donate_argnums=(0, 1))(a, b)
     del a, b
 
-    def cotangent(name, *at):
-        return oracle(*at).cotangents(part(term, 3, *at))[name]
+    def cotangent(name, rows, steps, channels):
+        if a_shape[1] == 1:  # a sum over all of time
+            steps = np.arange(shape[1])
+        at = rows, steps, channels
+        return oracle(*at).cotangents(part(term, shape, 3, *at))[name]
 
     compare("da", da, size, partial(cotangent, "a"))
     compare("db", db, size, partial(cotangent, "b"))
