@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,24 +53,24 @@ class Size(NamedTuple):
 
 
 GPU = {
-    "2^31 elements, bfloat16": Size((2, 2**20 + 3, 1040), "bfloat16"),
-    "2^31 elements, float32": Size((3, 2**19 + 1, 1367), "float32", reverse=True),
-    "2^32 elements, many rows": Size((2**26 + 5, 13, 5), "bfloat16"),
-    "2^32 elements, many channels": Size((2, 33, 2**26 + 8), "bfloat16", reverse=True),
-    "2^32 elements, many steps": Size((1, 2**24 + 3, 257), "bfloat16"),
-    "2^32 elements, few channels": Size((1, 2**30 + 5, 4), "bfloat16", reverse=True),
-    "2^31 steps of one channel": Size((1, 2**31 + 5, 1), "bfloat16"),
-    "2^27 steps of one channel": Size((1, 2**27, 1), "float32"),
+    "elements beyond 31 bits, bfloat16": Size((2, 2**20 + 3, 1040), "bfloat16"),
+    "elements beyond 31 bits, float32": Size((3, 2**19 + 1, 1367), "float32", reverse=True),
+    "elements beyond 32 bits, many rows": Size((2**26 + 5, 13, 5), "bfloat16"),
+    "elements beyond 32 bits, many channels": Size((2, 33, 2**26 + 8), "bfloat16", reverse=True),
+    "elements beyond 32 bits, many steps": Size((1, 2**24 + 3, 257), "bfloat16"),
+    "elements beyond 32 bits, few channels": Size((1, 2**30 + 5, 4), "bfloat16", reverse=True),
+    "steps beyond 31 bits, one channel": Size((1, 2**31 + 5, 1), "bfloat16"),
+    "steps of 27 bits, one channel": Size((1, 2**27, 1), "float32"),
     "512000 steps": Size((1, 512000, 64), "float32", reverse=True),
-    "2^32 elements, factors without time": Size(
+    "elements beyond 32 bits, factors without time": Size(
         (2, 33, 2**26 + 8), "bfloat16", a=(2, 1, 2**26 + 8)
     ),
-    "2^34 elements, 2^32 steps, one factor": Size(
+    "elements and steps beyond 32 bits, one factor": Size(
         (1, 2**32 + 5, 4), "bfloat16", reverse=True, gradient=False, a=(1, 1, 1)
     ),
 }
 CPU = {
-    "2^24 steps of one channel": Size((1, 2**24, 1), "float32"),
+    "steps of 24 bits, one channel": Size((1, 2**24, 1), "float32"),
     "512000 steps": Size((1, 512000, 16), "float32", reverse=True),
     "rows beyond 16 bits": Size((70000, 3, 20), "bfloat16"),
     "channels beyond 16 bits": Size((1, 3, 2**20 + 1), "float32", reverse=True),
@@ -77,9 +78,9 @@ CPU = {
     "one factor": Size((1, 2**16 + 5, 4), "bfloat16", gradient=False, a=(1, 1, 1)),
 } | (
     {
-        "2^31 elements, many rows": Size((2**25 + 3, 13, 5), "bfloat16", gradient=False),
-        "2^31 elements, many steps": Size((1, 2**23 + 3, 257), "bfloat16", gradient=False),
-        "2^27 steps of one channel": Size((1, 2**27, 1), "float32"),
+        "elements beyond 31 bits, many rows": Size((2**25 + 3, 13, 5), "bfloat16", gradient=False),
+        "elements beyond 31 bits, many steps": Size((1, 2**23 + 3, 257), "bfloat16", gradient=False),
+        "steps of 27 bits, one channel": Size((1, 2**27, 1), "float32"),
     }
     if FULL
     else {}
@@ -202,7 +203,8 @@ def run(size: Size) -> None:
 def free_memory() -> int:
     """Bytes that a new process can have on the device."""
     if jax.default_backend() != "gpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        (kib,) = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(kib) * 2**10
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     if not shutil.which(query[0]):
         return 2**63
