@@ -79,7 +79,9 @@ CPU = {
 } | (
     {
         "elements beyond 31 bits, many rows": Size((2**25 + 3, 13, 5), "bfloat16", gradient=False),
-        "elements beyond 31 bits, many steps": Size((1, 2**23 + 3, 257), "bfloat16", gradient=False),
+        "elements beyond 31 bits, many steps": Size(
+            (1, 2**23 + 3, 257), "bfloat16", gradient=False
+        ),
         "steps of 27 bits, one channel": Size((1, 2**27, 1), "float32"),
     }
     if FULL
