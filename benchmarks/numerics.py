@@ -262,17 +262,18 @@ def main() -> int:
         for dtype in DTYPES
         for k in range(parts)
     ]
-    rows: list[dict[str, Any]] = []
+    method = " ".join(str(__doc__).split("\n\n", 1)[1].split())
+    results = report.header() | {"method": method, "through_jax": [], "rows": []}
+    name = report.slug(report.device())
+    out = arguments.out or Path(__file__).parent / "results" / f"numerics-{name}.json"
+    rows = results["rows"]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _start) as pool:
-        for found in pool.imap(_task, tasks, chunksize=1):
+        for found in pool.imap_unordered(_task, tasks, chunksize=1):
             rows += found
+            out.write_text(report.text(results))
             for decay in dict.fromkeys(row["decay"] for row in found):
                 some = [row for row in found if row["decay"] == decay]
                 print(f"{time.perf_counter() - start:.0f} s", line(some), flush=True)
-    header = report.header() | {"method": " ".join(str(__doc__).split("\n\n")[1].split())}
-    name = report.slug(report.device())
-    out = arguments.out or Path(__file__).parent / "results" / f"numerics-{name}.json"
-    out.write_text(report.text(header | {"through_jax": [], "rows": rows}))
     over = [row for row in rows if row["ratio"] > 2]
     print(*over, f"{len(rows)} rows, {len(over)} above twice the loop's error: {out}", sep="\n")
     return 0
