@@ -200,7 +200,7 @@ def _errors(
     x: np.ndarray, exact: np.ndarray, scale: np.ndarray, stored: str
 ) -> tuple[float, float]:
     """The worst element's error and the worst channel's; infinite if one is not a number."""
-    known = scale < float(jnp.finfo(stored).max) / 4
+    known = (scale > 0) & (scale < float(jnp.finfo(stored).max) / 4)
     with np.errstate(all="ignore"):
         error, value = (np.where(known, np.abs(y), 0) for y in (x - exact, exact))
         worst = np.max(np.divide(error, scale, out=np.zeros_like(error), where=scale > 0))
