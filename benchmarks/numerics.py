@@ -6,9 +6,9 @@ loops are `lax.scan` on the CPU, whatever device ours runs on. Their gradients w
 stored h: u[t] = g[t] + a[t+1] u[t+1], db[t] = u[t], da[t] = u[t] h[t-1].
 
 b and g are normally distributed. `decay` is the factor of every step, with a random phase where
-the dtype is complex; of "random sign" factors the modulus is uniform between 0.9 and 1, and "turn"
-is a decay of 0.9999 and the same phase at every step. Rows of 16 bits have b, h and g of that dtype
-and a of float32, as 0.9999 would be 1.
+the dtype is complex; "0.9998 to 1" is uniform between these, of "random sign" factors the modulus
+is uniform between 0.9 and 1, and "turn" is a decay of 0.9999 with the same phase at every step.
+Rows of 16 bits have b, h and g of that dtype and a of float32, as 0.9999 would be 1.
 
 `worst` is the largest error of an element relative to the largest value so far:
 
@@ -45,7 +45,7 @@ from jax import lax
 
 from jax_scan import linear_scan
 
-DECAYS = (0, 0.5, 0.99, 0.9999, 1, 1.0001, "random sign", "turn")
+DECAYS = (0, 0.5, 0.99, 0.9999, 1, 1.0001, "0.9998 to 1", "random sign", "turn")
 DTYPES = ("float32", "bfloat16", "float16", "complex64")
 LENGTHS = tuple(10**k for k in range(2, 8))
 _HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "complex64": 2.0**-24}
@@ -177,6 +177,8 @@ def _data(dtype: str, decay: float | str, length: int, channels: int) -> tuple[n
 
     if decay == "turn":
         a = np.full(shape, 0.9999)
+    elif decay == "0.9998 to 1":
+        a = rng.uniform(0.9998, 1, shape)
     elif isinstance(decay, str):
         a = rng.uniform(0.9, 1, shape) * rng.choice([-1, 1], shape)
     else:
