@@ -2,8 +2,9 @@
 
 Ours, a loop from step to step and `lax.associative_scan`, all with a state of the same dtype and
 with results stored in the same dtype, against the loop in double precision on the same numbers. The
-loops are `lax.scan` on the CPU, whatever device ours runs on. Their gradients walk back over the
-stored h: u[t] = g[t] + a[t+1] u[t+1], db[t] = u[t], da[t] = u[t] h[t-1].
+loops are `lax.scan`; they and `lax.associative_scan` run on the CPU, whatever device ours runs on.
+Their gradients walk back over the stored h: u[t] = g[t] + a[t+1] u[t+1], db[t] = u[t],
+da[t] = u[t] h[t-1].
 
 b and g are normally distributed. `decay` is the factor of every step, with a random phase where
 the dtype is complex; "0.9998 to 1" is uniform between these, of "random sign" factors the modulus
@@ -49,7 +50,6 @@ DECAYS = (0, 0.5, 0.99, 0.9999, 1, 1.0001, "0.9998 to 1", "random sign", "turn")
 DTYPES = ("float32", "bfloat16", "float16", "complex64")
 LENGTHS = tuple(10**k for k in range(2, 8))
 _HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "complex64": 2.0**-24}
-_WHO = ("ours", "sequential", "associative")
 
 
 # ---- The scans, time first -----------------------------------------------------------------------
@@ -120,23 +120,23 @@ def _joined(x: jax.Array) -> np.ndarray:
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def measure(dtype: str, decay: float | str, length: int, channels: int) -> list[dict[str, Any]]:
+def measure(
+    dtype: str, decay: float | str, length: int, channels: int, associative: bool = True
+) -> list[dict[str, Any]]:
     """The rows of one problem: h, da and db, with time first and time last."""
     a, b, g = _data(dtype, decay, length, channels)
     wide = np.complex128 if dtype == "complex64" else np.float64
     with jax.default_device(jax.devices("cpu")[0]):
         a_wide, b_wide, g_wide = (x.astype(wide) for x in (a, b, g))
         h = _loop(a_wide, b_wide, np.dtype(wide).name)
-        exact = dict(
-            zip(("da", "db"), _loop_gradients(a_wide, h, g_wide, h.dtype.name), strict=True)
-        )
-        exact = {k: np.asarray(x) for k, x in {"h": h, **exact}.items()}
+        results = (h, *_loop_gradients(a_wide, h, g_wide, h.dtype.name))
+        exact = {k: np.asarray(x) for k, x in zip(("h", "da", "db"), results, strict=True)}
         h = _loop(a, b, dtype)
-        loop = (h, *_loop_gradients(a, h, g, dtype))
-    h = _associative(a, b, dtype)
-    found = {
-        "sequential": loop,
-        "associative": (h, *_associative_gradients(a, h, g, dtype)),
+        found = {"sequential": (h, *_loop_gradients(a, h, g, dtype))}
+        if associative:
+            h = _associative(a, b, dtype)
+            found["associative"] = (h, *_associative_gradients(a, h, g, dtype))
+    found |= {
         "time first": [_joined(x) for x in _ours(*map(_split, (a, b, g)), axis=1, dtype=dtype)],
         "time last": [x.T for x in _ours(a.T, b.T, g.T, axis=1, dtype=dtype)],
     }
@@ -152,9 +152,9 @@ def measure(dtype: str, decay: float | str, length: int, channels: int) -> list[
         for layout in ("time first", "time last"):
             row = {"dtype": dtype, "decay": decay, "length": length, "channels": channels}
             row |= {"layout": layout, "what": what}
-            both = errors[layout], errors["sequential"], errors["associative"]
+            who = {"ours": layout, "sequential": "sequential", "associative": "associative"}
             for m, kind in enumerate(("worst", "norm")):
-                row[kind] = dict(zip(_WHO, (_short(e[m]) for e in both), strict=True))
+                row[kind] = {k: _short(errors[v][m]) for k, v in who.items() if v in errors}
             least = _HALF_ULP[stored]
             row["ratio"] = _short(errors[layout][0] / max(errors["sequential"][0], least))
             row["ratio_of_norms"] = _short(errors[layout][1] / max(errors["sequential"][1], least))
@@ -240,7 +240,7 @@ def _task(task: tuple[str, tuple[float | str, ...], int]) -> list[dict[str, Any]
     for decay in decays:
         for length in LENGTHS:
             if length <= longest:
-                channels = min(128, max(2, 8 * 10**6 // length))
+                channels = min(128, max(2, 4 * 10**6 // length))
                 rows += measure(dtype, decay, length, channels)
     return rows
 
@@ -258,7 +258,7 @@ def main() -> int:
         draw(arguments.plot)
         return 0
     start = time.perf_counter()
-    parts = min(3, arguments.processes)  # programs are compiled once in each process
+    parts = min(4, arguments.processes)  # programs are compiled once in each process
     tasks = [
         (dtype, _decays(dtype)[k::parts], arguments.longest)
         for dtype in DTYPES
@@ -283,6 +283,99 @@ def main() -> int:
 
 def _start() -> None:
     jax.config.update("jax_enable_x64", True)
+
+
+# ---- Plot and tables -----------------------------------------------------------------------------
+
+_PANELS = (
+    ("float32", 0.5),
+    ("float32", 0.99),
+    ("float32", 0.9999),
+    ("float32", "0.9998 to 1"),
+    ("float32", 1),
+    ("float32", 1.0001),
+    ("float32", "random sign"),
+    ("complex64", 1),
+    ("complex64", "turn"),
+    ("bfloat16", 0.9999),
+)
+_RESULTS = {"value": ("h",), "gradients": ("da", "db")}
+
+
+def draw(sources: list[Path]) -> None:
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "jax_scan"  # the same file from the same results
+    results = [json.loads(source.read_text()) for source in sources]
+    figure, axes = plt.subplots(4, 5, figsize=(11, 9), sharex=True, layout="constrained")
+    entries: dict[str, Any] = {}
+    for k, (dtype, decay) in enumerate(_PANELS):
+        for m, (title, what) in enumerate(_RESULTS.items()):
+            ax = axes[2 * (k // 5) + m, k % 5]
+            lines = {"lax.associative_scan": ("associative", results[0], "#ff7f0e", "-")}
+            lines["loop"] = ("sequential", results[0], "#7f7f7f", "-")
+            for found, style in zip(results, ("-", "--"), strict=False):
+                lines[f"jax_scan, {found['device']}"] = ("ours", found, "#1f77b4", style)
+            for name, (who, found, colour, style) in lines.items():
+                points = _worst(found["rows"], dtype, decay, what, who)
+                entries[name] = ax.plot(
+                    *zip(*points, strict=True), style, color=colour, marker="."
+                )[0]
+            ax.set_xscale("log")
+            ax.set_yscale("log")
+            ax.grid(alpha=0.3)
+            ax.set_title(f"{dtype}, {decay}: {title}", fontsize=8)
+            ax.tick_params(labelsize=7)
+    for ax in axes[-1]:
+        ax.set_xlabel("L", fontsize=8)
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle("Largest error of an element, relative to the largest value so far")
+    out = Path(__file__).parents[1] / "docs" / "numerics.svg"
+    figure.savefig(out, metadata={"Date": None})
+    plt.close(figure)
+    print(*_tables(results), sep="\n")
+
+
+def _worst(
+    rows: list[dict[str, Any]], dtype: str, decay: float | str, what: tuple[str, ...], who: str
+) -> list[tuple[int, float]]:
+    """By length the largest error of these results, over the layouts."""
+    found: dict[int, float] = {}
+    for row in rows:
+        if (row["dtype"], row["decay"]) == (dtype, decay) and row["what"] in what:
+            found[row["length"]] = max(found.get(row["length"], 0.0), row["worst"][who])
+    return sorted(found.items())
+
+
+def _tables(results: list[dict[str, Any]]) -> list[str]:
+    """For each dtype and decay the worst errors at any length, and the largest ratios."""
+    devices = [found["device"] for found in results]
+    head = ["dtype", "decay", "result", "loop", "`associative_scan`"]
+    head += [f"ours, {device}" for device in devices]
+    head += [f"times the loop's, {device}" for device in devices]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|" + "--:|" * (len(head) - 3)]
+    for dtype in DTYPES:
+        for decay in _decays(dtype):
+            for name, what in _RESULTS.items():
+                cells = [dtype, str(decay), name]
+                for who in ("sequential", "associative"):
+                    cells.append(_largest(_worst(results[0]["rows"], dtype, decay, what, who)))
+                for found in results:
+                    cells.append(_largest(_worst(found["rows"], dtype, decay, what, "ours")))
+                for found in results:
+                    ratios = [
+                        row["ratio"]
+                        for row in found["rows"]
+                        if (row["dtype"], row["decay"]) == (dtype, decay) and row["what"] in what
+                    ]
+                    cells.append(f"{max(ratios):.1f}")
+                lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _largest(points: list[tuple[int, float]]) -> str:
+    return f"{max(error for _, error in points):.1e}"
 
 
 def line(rows: list[dict[str, Any]]) -> str:
