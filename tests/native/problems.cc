@@ -520,6 +520,7 @@ class Oracle {
             Sums<R, N> products(largest_, normal_);
             products.product(past, s.value, u_tolerance);
             d.open = !products.get(d.value) || s.open;
+            for (int c = 0; c < N; ++c) d.beyond[c] = products.beyond(c);
             const R h = norm(past);
             d.squares = s.squares * h * h;
             d.linear = s.linear * h;
@@ -529,7 +530,7 @@ class Oracle {
           }
           if (case_.da_over_time) {
             const R d_tolerance = tolerance(d);
-            total.add(d.value, d_tolerance);
+            total.add(d, d_tolerance);
             sum.open = sum.open || d.open;
             sum_tolerance += d_tolerance + 2 * grain_;
             for (int c = 0; c < N; ++c) {
