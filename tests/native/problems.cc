@@ -455,7 +455,7 @@ class Oracle {
   }
 
   R tolerance(const Kept& x) const {
-    return unit_ * (steady_ ? 4 * x.linear : 8 * std::sqrt(x.squares)) + 2 * x.lost;
+    return unit_ * (steady_ ? 5 * x.linear : 10 * std::sqrt(x.squares)) + 2 * x.lost;
   }
   void put_largest(Kept& x, R part) const {
     x.largest = std::max(part, norm(x.value));
@@ -558,7 +558,7 @@ class Oracle {
       sum.open = !total.get(sum.value) || sum.open;
       const R roundings = steady_ ? R(time) : std::sqrt(R(time));
       sum.largest = most_partial;
-      sum.lost = (sum_tolerance + 8 * unit_ * roundings * most_partial) / 2;
+      sum.lost = (sum_tolerance + 10 * unit_ * roundings * most_partial) / 2;
       emit(kDaOut, channel, sum);
     }
     emit(kFinal, channel, s);
