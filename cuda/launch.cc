@@ -181,6 +181,28 @@ ChainedKernel chained_for(const Problem& p, StreamTypes t) {
   return {};
 }
 
+// Kernels of cluster.cuh, and what a thread of theirs holds.
+struct ClusterKernel {
+  cudaError_t (*launch)(const Problem&, const ClusterPlan&, cudaStream_t) = nullptr;
+  int vector = 1;
+  int steps = 1;
+};
+
+bool fits_cluster(const Problem& p, StreamTypes types, int vector) {
+  const auto is_state = [&](const auto& array) { return !array.data || array.dtype == p.state; };
+  const auto one_axis = [](const Input& in) {
+    return in.at.outer_axes <= 1 && in.at.inner_axes <= 1;
+  };
+  return p.op != Op::kTangent && !p.da_over_time && p.channels() <= INT32_MAX / p.time / 2 &&
+         is_state(p.init) && is_state(p.h0) && is_state(p.final) && one_axis(p.init) &&
+         one_axis(p.h0) && one_axis(p.reset) && fits(p, types, vector, false);
+}
+
+template <class A, class B, class H, int kChannels, int kSteps>
+ClusterKernel cluster_kernel() {
+  return {launch_cluster<A, B, H, kChannels, kSteps>, kChannels, kSteps};
+}
+
 }  // namespace
 
 cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {

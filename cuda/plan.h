@@ -258,6 +258,23 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
   return plan;
 }
 
+// ---- The cluster of blocks that takes all of time (cluster.cuh) ----
+
+inline constexpr int kMostClusterWarps = 16;  // of a block
+inline constexpr int kMostRanks = 16;         // blocks of a cluster
+
+// The most warps of a block whose threads hold so many elements of each operand in registers.
+JAX_SCAN_HD constexpr int cluster_warps(int elements) {
+  return elements > 16 ? kMostClusterWarps / 2 : kMostClusterWarps;
+}
+
+struct ClusterPlan {
+  int64_t groups;      // clusters; 0: the problem is not one for this path
+  int32_t ranks;       // blocks of a cluster
+  int32_t warps;       // of a block
+  int32_t lanes_log2;  // threads of a warp side by side across channels
+};
+
 // ---- The workspace ----
 
 // What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps, and less

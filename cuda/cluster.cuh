@@ -1,0 +1,640 @@
+// The scan of problems as small as a launch: one kernel, no workspace, each element read once.
+//
+// A cluster of blocks takes a few neighbouring channels for all of time, block r of it the r-th
+// stretch, each thread a segment of kSteps consecutive steps of kChannels channels, in registers.
+// With the state s that enters a stretch, A s + B leaves it, where (A, B) composes the steps'
+// affine maps. A block
+//   1. composes its threads' maps, across lanes, then across warps,
+//   2. sends its own to all later blocks of the cluster, into their shared memory,
+//   3. applies those of the blocks before it to the initial state, in order of time, and
+//   4. runs the recurrence through its steps from there, and writes.
+// From the loads to the writes a thread waits once for its block and once for the messages.
+//
+// A s + B stands for the step-by-step recurrence only while nothing comes near to overflow. A block
+// for which that is not certain says so instead of sending a map; it walks its segments in order,
+// then sends the state that comes out. The choice depends on the data alone.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/copy.cuh"
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace jax_scan {
+
+namespace cluster {
+
+// A map is certain if, within each warp and from warp to warp, no product of factors exceeds
+// `product`, and no result from the state zero `local`: products over a block then stay within
+// Bounds::product, results within Bounds::local.
+template <class R>
+struct Limits;
+template <>
+struct Limits<float> {
+  static constexpr float product = 0x1p20f, local = 0x1p60f;
+};
+template <>
+struct Limits<double> {
+  static constexpr double product = 0x1p150, local = 0x1p450;
+};
+
+// An array along the walk: its element at the walk's step s of channel (o, i) is
+// data[first + s * step + o * outer + i * inner].
+template <class Data>
+struct Stream {
+  Data* data;
+  int32_t first, step, outer, inner;
+};
+
+// What the kernel needs of the problem; fewer bytes of arguments start sooner.
+struct Args {
+  int32_t time, channels, inner;
+  uint32_t by_inner;  // n / inner == n * by_inner >> by_inner_shift
+  int32_t by_inner_shift;
+  int32_t lanes_log2;
+  int32_t ranks;  // blocks of a cluster
+  bool has_h0;
+  Stream<const void> a, x, h, h0, init, reset;
+  Stream<void> y, da_out, final;
+};
+
+// What a warp or a block tells of its map. All bits set in the last word of `a`: it is not certain.
+template <class S>
+struct alignas(2 * sizeof(S)) Message {
+  static constexpr int kTagWord = sizeof(S) / 4 - 1;
+  uint32_t word[2 * sizeof(S) / 4];
+
+  __device__ static Message of(Affine<S> map, bool certain) {
+    Message m = internal::bit_cast<Message>(map);
+    // One NaN is as good as another.
+    if (m.word[kTagWord] == 0xffffffffu) m.word[kTagWord] = 0x7fffffffu;
+    if (!certain) m.word[kTagWord] = 0xffffffffu;
+    return m;
+  }
+  __device__ bool certain() const { return word[kTagWord] != 0xffffffffu; }
+  __device__ Affine<S> map() const { return internal::bit_cast<Affine<S>>(*this); }
+};
+
+// ---- Between blocks ----
+
+__device__ __forceinline__ uint32_t shared_address(const void* place) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// A barrier of which `bytes` will be received, once.
+__device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
+  const uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for(uint64_t* barrier) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n\t"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier))
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Writes `value` to what is at `place` in the block `rank`, and tells that block's `barrier`.
+template <class V>
+__device__ __forceinline__ void send(int rank, V* place, V value, uint64_t* barrier) {
+  const Words<V> w = internal::bit_cast<Words<V>>(value);
+  uint32_t to, on;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(to)
+               : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(on)
+               : "r"(shared_address(barrier)), "r"(rank));
+  if constexpr (sizeof(V) == 4) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     to),
+                 "r"(w.word[0]), "r"(on)
+                 : "memory");
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+            to),
+        "r"(w.word[0]), "r"(w.word[1]), "r"(on)
+        : "memory");
+  } else {
+    static_assert(sizeof(V) == 16);
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(to),
+        "r"(w.word[0]), "r"(w.word[1]), "r"(w.word[2]), "r"(w.word[3]), "r"(on)
+        : "memory");
+  }
+}
+
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+  Words<T> w = internal::bit_cast<Words<T>>(value);
+#pragma unroll
+  for (int k = 0; k < Words<T>::kCount; ++k) {
+    w.word[k] = __shfl_sync(0xffffffffu, w.word[k], lane);
+  }
+  return internal::bit_cast<T>(w);
+}
+
+// ---- A thread's segment ----
+
+struct Channel {
+  int32_t o, i;
+};
+
+__device__ __forceinline__ Channel channel_of(const Args& p, int flat) {
+  const auto wide = static_cast<uint64_t>(static_cast<uint32_t>(flat)) * p.by_inner;
+  const auto o = static_cast<int32_t>(wide >> p.by_inner_shift);
+  return {o, flat - o * p.inner};
+}
+
+template <class Data>
+__device__ __forceinline__ int offset_of(const Stream<Data>& in, Channel at, int s) {
+  return in.first + s * in.step + at.o * in.outer + at.i * in.inner;
+}
+
+template <Op kOp, class A_, class B_, class H_, int kChannels, int kSteps>
+class Segment {
+ public:
+  using A = A_;
+  using X = std::conditional_t<kOp == Op::kCotangent, H_, B_>;
+  using Y = std::conditional_t<kOp == Op::kCotangent, B_, H_>;
+  using H = H_;
+  using S = StateOf<B_>;
+  using R = Real<S>;
+  static constexpr int kSlotBytes = kChannels * sizeof(H);  // a step's h, in shared memory
+  static constexpr int kThreadBytes = kOp == Op::kCotangent ? kSteps * kSlotBytes : 0;
+
+  // Bit step * kChannels + channel: the link to the past is cut.
+  using Cuts = std::conditional_t<kSteps * kChannels <= 32, uint32_t, uint64_t>;
+  static_assert(kSteps * kChannels <= 64);
+
+  // `begin`: the first step of the segment, of `left` that there are from there on.
+  __device__ Segment(const Args& p, Channel at, int begin, bool valid, char* shared)
+      : p_(p),
+        at_(at),
+        begin_(begin),
+        left_(p.time - begin),
+        valid_(valid),
+        slots_(shared + threadIdx.x * kSlotBytes),
+        jump_(static_cast<int>(blockDim.x) * kSlotBytes),
+        // In the walk's order, the first step of the recurrence of h.
+        first_(kOp == Op::kCotangent ? left_ - 1 : -begin) {}
+
+  // All its steps exist, none is reset, and if the recurrence of h begins here it does so at an end
+  // of the segment.
+  __device__ bool plain() const { return !p_.reset.data && left_ >= kSteps; }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void load() {
+    // The map of a step that does not exist is the identity.
+    load_run<kPlain>(a_, p_.a, S(1));
+    load_run<kPlain>(x_, p_.x, S(0));
+    if constexpr (kOp == Op::kCotangent) {
+      if (p_.h.data) {
+        const H* from = static_cast<const H*>(p_.h.data) + offset_of(p_.h, at_, begin_);
+        const auto* nowhere = static_cast<const H*>(p_.h.data);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          void* to = slots_ + k * jump_;
+          if (kPlain && k < kSteps - 1) {
+            copy_async<kSlotBytes>(to, from + k * p_.h.step);
+          } else {
+            const bool inside = k < left_ && k != first_;
+            copy_async_or_zero<kSlotBytes>(to, inside ? from + k * p_.h.step : nowhere, inside);
+          }
+        }
+      }
+    }
+    if constexpr (!kPlain) find_cuts();
+  }
+
+  // The segment's map for each channel, and what no partial product (bound.a) and no partial result
+  // (bound.b) exceeds.
+  template <bool kPlain>
+  __device__ __forceinline__ void compose_steps(Affine<S> (&map)[kChannels],
+                                                Affine<R> (&bound)[kChannels]) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const S a = load_as<S>(a_[k].v[c]), x = load_as<S>(x_[k].v[c]);
+        const bool cut = is_cut<kPlain>(k, c);
+        if (k == 0) {
+          map[c].a = cut ? S(0) : a;
+          map[c].b = kOp != Op::kCotangent ? x : cut ? S(0) : a * x;
+          bound[c] = {magnitude(map[c].a), magnitude(map[c].b)};
+        } else {
+          advance<kOp>(map[c].b, Step<S>{a, x, S(0), cut});
+          map[c].a = cut ? S(0) : a * map[c].a;
+          bound[c].a = larger(bound[c].a, magnitude(map[c].a));
+          bound[c].b = larger(bound[c].b, magnitude(map[c].b));
+        }
+      }
+    }
+  }
+
+  // Runs the recurrence from `s`, and writes.
+  template <bool kPlain>
+  __device__ __forceinline__ void run_steps(S (&s)[kChannels]) const {
+    const bool has_h = kOp == Op::kCotangent && p_.h.data;
+    Y* y = static_cast<Y*>(p_.y.data) + offset_of(p_.y, at_, begin_);
+    A* da_out = static_cast<A*>(p_.da_out.data) + offset_of(p_.da_out, at_, begin_);
+    const bool write_y = p_.y.data && valid_, write_da = p_.da_out.data && valid_;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      Pack<H, kChannels> h{};
+      if constexpr (kOp == Op::kCotangent) {
+        if (has_h) h = *reinterpret_cast<const Pack<H, kChannels>*>(slots_ + k * jump_);
+      }
+      Pack<Y, kChannels> y_pack;
+      Pack<A, kChannels> da_pack;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        Step<S> in{load_as<S>(a_[k].v[c]), load_as<S>(x_[k].v[c]), S(0), is_cut<kPlain>(k, c)};
+        if constexpr (kOp == Op::kCotangent) {
+          in.h = load_as<S>(h.v[c]);
+          if ((!kPlain || k == kSteps - 1) && k == first_ && p_.h0.data) in.h = h0(c);
+        }
+        const S before = s[c];
+        const Written<S> out = advance<kOp>(s[c], in);
+        if (!kPlain && k >= left_) s[c] = before;
+        y_pack.v[c] = store_as<Y>(out.y);
+        if constexpr (kOp == Op::kCotangent) da_pack.v[c] = store_as<A>(out.da_out);
+      }
+      const bool inside = kPlain || k < left_;
+      if (write_y && inside) *reinterpret_cast<Pack<Y, kChannels>*>(y + k * p_.y.step) = y_pack;
+      if constexpr (kOp == Op::kCotangent) {
+        if (write_da && inside) {
+          *reinterpret_cast<Pack<A, kChannels>*>(da_out + k * p_.da_out.step) = da_pack;
+        }
+      }
+    }
+    if (p_.final.data && valid_ && left_ > 0 && left_ <= kSteps) {
+      S* to = static_cast<S*>(p_.final.data) + offset_of(p_.final, at_, 0);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) to[c] = s[c];
+    }
+  }
+
+ private:
+  template <bool kPlain, class T>
+  __device__ __forceinline__ void load_run(Pack<T, kChannels> (&to)[kSteps],
+                                           const Stream<const void>& in, S otherwise) const {
+    const T* from = static_cast<const T*>(in.data) + offset_of(in, at_, begin_);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (kPlain || k < left_) {
+        to[k] = *reinterpret_cast<const Pack<T, kChannels>*>(from + k * in.step);
+      } else {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) to[k].v[c] = store_as<T>(otherwise);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void find_cuts() {
+    cuts_ = 0;
+    if (p_.reset.data) {
+      const auto* reset =
+          static_cast<const uint8_t*>(p_.reset.data) + offset_of(p_.reset, at_, begin_);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          if (k < left_ && reset[k * p_.reset.step + c * p_.reset.inner]) {
+            cuts_ |= Cuts{1} << (k * kChannels + c);
+          }
+        }
+      }
+    }
+    if (!p_.has_h0 && first_ >= 0 && first_ < kSteps) {
+      cuts_ |= ((Cuts{1} << kChannels) - 1) << (first_ * kChannels);
+    }
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ bool is_cut(int k, int c) const {
+    if (!kPlain) return ((cuts_ >> (k * kChannels + c)) & 1u) != 0;
+    return k == (kOp == Op::kCotangent ? kSteps - 1 : 0) && k == first_ && !p_.has_h0;
+  }
+
+  __device__ S h0(int c) const {
+    return static_cast<const S*>(p_.h0.data)[offset_of(p_.h0, {at_.o, at_.i + c}, 0)];
+  }
+
+  // A NaN is not larger: what it spoils stays spoilt without us.
+  static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+  static __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
+
+  const Args& p_;
+  const Channel at_;
+  const int begin_, left_;
+  const bool valid_;
+  char* const slots_;
+  const int jump_;
+  const int first_;
+  Pack<A, kChannels> a_[kSteps];
+  Pack<X, kChannels> x_[kSteps];
+  Cuts cuts_ = 0;
+};
+
+template <Op kOp, class A, class B, class H, int kChannels, int kSteps>
+__global__ void __launch_bounds__(32 * cluster_warps(kChannels * kSteps))
+    cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Mine = Segment<kOp, A, B, H, kChannels, kSteps>;
+  using S = typename Mine::S;
+  using R = Real<S>;
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kBatch = 8;
+
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Message<S> of_warps[kMostClusterWarps][32];  // [][channel]
+  __shared__ Message<S> of_blocks[kMostRanks][32];
+  __shared__ S states[kMostRanks][32];  // that come out of blocks which sent no map
+  __shared__ S carry[32];
+  __shared__ uint64_t barriers[1 + kMostRanks];  // the blocks' maps; the state from each block
+
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int warps = blockDim.x / 32;
+  const int ranks = p.ranks, rank = ranks > 1 ? rank_in_cluster() : 0;
+  const int group = ranks > 1 ? static_cast<int>(blockIdx.x) / ranks : static_cast<int>(blockIdx.x);
+
+  // Lanes side by side are neighbouring channels, `stride` apart in time.
+  const int stride = 1 << p.lanes_log2, segments = 32 >> p.lanes_log2;
+  const int channels = kChannels << p.lanes_log2;     // of the block
+  const int column = (lane & (stride - 1)) * kChannels;  // the thread's first channel
+  const int segment = warp * segments + (lane >> p.lanes_log2);
+  const int asked = group * channels + column;
+  const bool valid = asked < p.channels;
+  Mine mine(p, channel_of(p, valid ? asked : p.channels - kChannels),
+            (rank * warps * segments + segment) * kSteps, valid, shared);
+
+  const bool plain = __all_sync(kAll, mine.plain());
+  if (plain) {
+    mine.template load<true>();
+  } else {
+    mine.template load<false>();
+  }
+  // Besides, each lane speaks for one channel of the block.
+  const int spoken = lane & (channels - 1);
+  const Channel spoken_at = channel_of(p, min(group * channels + spoken, p.channels - 1));
+  S entering = S(0);
+  if (p.init.data) {
+    entering = static_cast<const S*>(p.init.data)[offset_of(p.init, spoken_at, 0)];
+  }
+
+  if (ranks > 1) {
+    if (thread <= rank) {
+      expect(&barriers[thread], thread == 0 ? rank * channels * int{sizeof(Message<S>)}
+                                            : channels * int{sizeof(S)});
+    }
+    __syncwarp();
+    arrive_at_cluster();
+  }
+
+  // The map of this thread's segment, then of the warp's segments up to it; `before`: of those
+  // before it.
+  Affine<S> map[kChannels], before[kChannels];
+  Affine<R> bound[kChannels];
+  if (plain) {
+    mine.template compose_steps<true>(map, bound);
+  } else {
+    mine.template compose_steps<false>(map, bound);
+  }
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+    for (int delta = stride; delta < 32; delta *= 2) {
+      const Affine<S> earlier{shuffle_up(map[c].a, delta), shuffle_up(map[c].b, delta)};
+      if (lane >= delta) map[c] = compose(map[c], earlier);
+    }
+    before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
+    if (lane < stride) before[c] = {};
+    const bool within =
+        magnitude(before[c].a) * bound[c].a <= Limits<R>::product &&
+        magnitude(before[c].b) * bound[c].a + bound[c].b <= Limits<R>::local;
+    // Lanes of this column.
+    const unsigned of_column = (stride == 32 ? 1u : kAll / ((1u << stride) - 1)) << (lane & (stride - 1));
+    const bool certain = (__ballot_sync(kAll, !within) & of_column) == 0;
+    if (lane >= 32 - stride) of_warps[warp][column + c] = Message<S>::of(map[c], certain);
+  }
+  __syncthreads();
+
+  // The block's map, and that of the warps before this one.
+  Affine<S> total, until_warp;
+  bool certain = true;
+  for (int k = 0; k < warps; k += kBatch) {
+    Message<S> messages[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) messages[j] = of_warps[min(k + j, kMostClusterWarps - 1)][spoken];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (k + j < warps) {
+        if (k + j == warp) until_warp = total;
+        certain = certain && messages[j].certain() && magnitude(total.a) <= Limits<R>::product &&
+                  magnitude(total.b) <= Limits<R>::local;
+        total = compose(messages[j].map(), total);
+      }
+    }
+  }
+
+  // f(r) for the later blocks r, shared out among those who speak for a channel.
+  const auto for_later_blocks = [&](auto&& f) {
+    const int speakers = warps * (32 / channels), speaker = warp * (32 / channels) + lane / channels;
+    for (int r = rank + 1 + speaker; r < ranks; r += speakers) f(r);
+  };
+  if (ranks > 1) {
+    wait_for_cluster();
+    const Message<S> message = Message<S>::of(total, certain);
+    for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
+  }
+
+  // The state that enters the block.
+  if (rank > 0) {
+    wait_for(&barriers[0]);
+    S s = entering;
+    bool usual = true;
+    for (int k = 0; k < rank; k += kBatch) {
+      Message<S> messages[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) messages[j] = of_blocks[k + j][spoken];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (k + j < rank) {
+          usual = usual && messages[j].certain() && state_within(s);
+          s = apply(messages[j].map(), s);
+        }
+      }
+    }
+    if (!__all_sync(kAll, usual)) {
+      s = entering;
+      for (int k = 0; k < rank; ++k) {
+        const Message<S> message = of_blocks[k][spoken];
+        if (__all_sync(kAll, message.certain() && state_within(s))) {
+          s = apply(message.map(), s);
+        } else {
+          wait_for(&barriers[1 + k]);
+          s = states[k][spoken];
+        }
+      }
+    }
+    entering = s;
+  }
+
+  // Channels whose segments take turns, the same for all warps. A channel whose map can be trusted
+  // is not touched by what its neighbours hold.
+  const unsigned in_order =
+      __ballot_sync(kAll, !certain || !state_within(entering)) & (kAll >> (32 - channels));
+  const S entering_warp = apply(until_warp, entering);
+  S s[kChannels];
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+    s[c] = apply(before[c], shuffle(entering_warp, column + c));
+  }
+  if (in_order != 0) {
+    if (warp == 0 && lane < channels) carry[lane] = entering;
+    __syncthreads();
+  }
+  if constexpr (kOp == Op::kCotangent) wait_for_copies();
+  const unsigned turns = in_order >> column & ((1u << kChannels) - 1);
+  const int rounds = in_order != 0 ? warps * segments : 0;
+  for (int round = -1; round < rounds; ++round) {
+    if (turns != 0 ? segment == round : round < 0) {
+      if (turns != 0) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          if (turns >> c & 1u) s[c] = carry[column + c];
+        }
+      }
+      if (plain) {
+        mine.template run_steps<true>(s);
+      } else {
+        mine.template run_steps<false>(s);
+      }
+      if (turns != 0) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          if (turns >> c & 1u) carry[column + c] = s[c];
+        }
+      }
+    }
+    if (rounds > 0) __syncthreads();
+  }
+  if (in_order != 0 && ranks > 1) {
+    const S leaving = in_order >> spoken & 1u ? carry[spoken] : apply(total, entering);
+    for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
+  }
+#endif
+}
+
+// ---- Host ----
+
+template <class Data>
+inline Stream<Data> constant_stream(Data* data) {
+  return {data, 0, 0, 0, 0};
+}
+
+// `past`: how many steps of the recurrence of h before the walk's.
+inline Stream<const void> stream_of(const Problem& p, const Input& in, int past) {
+  if (!in.data) return constant_stream<const void>(nullptr);
+  const Broadcast& b = in.at;
+  const int64_t back = past * (p.reverse ? -1 : 1);
+  const int64_t first = ((p.descending() ? p.time - 1 : 0) - back) * b.time_stride;
+  return {in.data, static_cast<int32_t>(first),
+          static_cast<int32_t>(p.descending() ? -b.time_stride : b.time_stride),
+          static_cast<int32_t>(b.outer_axes > 0 ? b.outer[0].stride : 0),
+          static_cast<int32_t>(b.inner_axes > 0 ? b.inner[0].stride : 0)};
+}
+
+inline Stream<void> stream_of(const Problem& p, const Output& out) {
+  const int64_t step = p.descending() ? -p.inner : p.inner;
+  return {out.data, static_cast<int32_t>(p.descending() ? (p.time - 1) * p.inner : 0),
+          static_cast<int32_t>(step), static_cast<int32_t>(p.time * p.inner), 1};
+}
+
+inline Args args_of(const Problem& p, const ClusterPlan& plan) {
+  Args args{};
+  args.time = static_cast<int32_t>(p.time);
+  args.channels = static_cast<int32_t>(p.channels());
+  args.inner = static_cast<int32_t>(p.inner);
+  // With l = ceil(log2(inner)), exact for n < 2^31 (Granlund and Montgomery, 1994).
+  int l = 0;
+  while ((int64_t{1} << l) < p.inner) ++l;
+  args.by_inner_shift = 31 + l;
+  args.by_inner =
+      static_cast<uint32_t>((uint64_t{1} << (31 + l)) / static_cast<uint64_t>(p.inner) + 1);
+  args.lanes_log2 = plan.lanes_log2;
+  args.ranks = plan.ranks;
+  args.has_h0 = p.has_h0;
+  args.a = stream_of(p, p.a, 0);
+  args.x = stream_of(p, p.x, 0);
+  args.h = stream_of(p, p.h, 1);
+  args.h0 = stream_of(p, p.h0, 0);
+  args.init = stream_of(p, p.init, 0);
+  args.h0.first = args.init.first = args.h0.step = args.init.step = 0;
+  args.reset = stream_of(p, p.reset, 0);
+  args.y = stream_of(p, p.y);
+  args.da_out = stream_of(p, p.da_out);
+  args.final = {p.final.data, 0, 0, args.inner, 1};
+  return args;
+}
+
+template <Op kOp, class A, class B, class H, int kChannels, int kSteps>
+cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
+  const auto kernel = cluster_kernel<kOp, A, B, H, kChannels, kSteps>;
+  const int threads = 32 * plan.warps;
+  const int bytes =
+      problem.h.data ? threads * Segment<kOp, A, B, H, kChannels, kSteps>::kThreadBytes : 0;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && plan.ranks > 8) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(plan.ranks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.groups * plan.ranks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = plan.ranks > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args_of(problem, plan));
+}
+
+}  // namespace cluster
+
+template <class A, class B, class H, int kChannels, int kSteps>
+cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
+  return problem.op == Op::kCotangent
+             ? cluster::launch_op<Op::kCotangent, A, B, H, kChannels, kSteps>(problem, plan, stream)
+             : cluster::launch_op<Op::kScan, A, B, H, kChannels, kSteps>(problem, plan, stream);
+}
+
+}  // namespace jax_scan
