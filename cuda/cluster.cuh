@@ -27,16 +27,17 @@ namespace cluster {
 
 // A map is certain if, within each warp and from warp to warp, no product of factors exceeds
 // `product`, and no result from the state zero `local`: products over a block then stay within
-// Bounds::product, results within Bounds::local.
+// Bounds::product, results within Bounds::local. Likewise `across` from block to block: the states
+// that enter them then stay far within Bounds::state.
 template <class R>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float product = 0x1p20f, local = 0x1p60f;
+  static constexpr float product = 0x1p20f, local = 0x1p60f, across = 0x1p50f;
 };
 template <>
 struct Limits<double> {
-  static constexpr double product = 0x1p150, local = 0x1p450;
+  static constexpr double product = 0x1p150, local = 0x1p450, across = 0x1p400;
 };
 
 // An array along the walk: its element at the walk's step s of channel (o, i) is
@@ -47,16 +48,22 @@ struct Stream {
   int32_t first, step, outer, inner;
 };
 
-// What the kernel needs of the problem; fewer bytes of arguments start sooner.
+// What the kernel needs of the problem. What every block reads comes first: each line of arguments
+// that is touched costs a miss.
 struct Args {
   int32_t time, channels, inner;
   uint32_t by_inner;  // n / inner == n * by_inner >> by_inner_shift
   int32_t by_inner_shift;
   int32_t lanes_log2;
   int32_t ranks;  // blocks of a cluster
-  bool has_h0;
-  Stream<const void> a, x, h, h0, init, reset;
-  Stream<void> y, da_out, final;
+  bool has_h0, has_init, has_reset, has_h, descending, wants_y, wants_da, wants_final;
+  Stream<const void> a, x;
+  Stream<void> y;
+  Stream<const void> h;
+  Stream<void> da_out;
+  Stream<const void> init, h0, reset;
+  Stream<void> final;
+  void *maps, *states;  // messages in the workspace, [rank][channel], if the ranks are no cluster
 };
 
 // What a warp or a block tells of its map. All bits set in the last word of `a`: it is not certain.
@@ -82,12 +89,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* place) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(place));
 }
 
-__device__ __forceinline__ int rank_in_cluster() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-}
-
 // A barrier of which `bytes` will be received, once.
 __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
   const uint32_t at = shared_address(barrier);
@@ -110,8 +111,9 @@ __device__ __forceinline__ void wait_for(uint64_t* barrier) {
   }
 }
 
+// Relaxed: `expect` has its own fence, and nothing waits for the loads that are on their way.
 __device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -176,7 +178,108 @@ __device__ __forceinline__ int offset_of(const Stream<Data>& in, Channel at, int
   return in.first + s * in.step + at.o * in.outer + at.i * in.inner;
 }
 
-template <Op kOp, class A_, class B_, class H_, int kChannels, int kSteps>
+// One operand's elements of a warp's lines in shared memory, in the order of memory: 32 runs of kSteps
+// elements, each followed by 16 bytes so that no two threads meet in a bank.
+template <class T, int kSteps>
+class Lines {
+ public:
+  static constexpr int kVectors = kSteps * static_cast<int>(sizeof(T)) / 16;  // of a run
+  static constexpr int kRunBytes = kVectors * 16 + 16;
+  static constexpr int kThreadBytes = kRunBytes;
+
+  // `begin`: the thread's first step.
+  __device__ Lines(char* shared, bool descending, int begin)
+      : warp_(shared + (threadIdx.x & ~31u) * kRunBytes),
+        descending_(descending),
+        begin_(begin - static_cast<int>(threadIdx.x % 32) * kSteps) {}
+
+  template <class Data>
+  __device__ int lowest_time(const Stream<Data>& in) const {
+    return descending_ ? in.first - (begin_ + 32 * kSteps - 1) : in.first + begin_;
+  }
+  static __device__ bool whole(const T* from, int low, int time) {
+    return low >= 0 && low + 32 * kSteps <= time && reinterpret_cast<uintptr_t>(from) % 16 == 0;
+  }
+
+  // Queues the copies of the warp's elements; what lies outside of the operand becomes zero.
+  __device__ __forceinline__ void load(const Stream<const void>& in, int o, int time) const {
+    const int low = lowest_time(in);
+    const T* const data = static_cast<const T*>(in.data) + o * in.outer;
+    const T* const from = data + low;
+    if (whole(from, low, time)) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        copy_async<16>(vector(k * 32 + threadIdx.x % 32),
+                       reinterpret_cast<const Piece<16>*>(from) + k * 32 + threadIdx.x % 32);
+      }
+    } else {
+#pragma unroll 4
+      for (int k = 0; k < kSteps; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        const bool inside = low + m >= 0 && low + m < time;
+        copy_async_or_zero<sizeof(T)>(element(m), inside ? from + m : data, inside);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const Stream<void>& out, int o, int time) const {
+    const int low = lowest_time(out);
+    T* const to = static_cast<T*>(out.data) + o * out.outer + low;
+    if (whole(to, low, time)) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        reinterpret_cast<Piece<16>*>(to)[m] = *vector(m);
+      }
+    } else {
+#pragma unroll 4
+      for (int k = 0; k < kSteps; ++k) {
+        const int m = k * 32 + threadIdx.x % 32;
+        if (low + m >= 0 && low + m < time) to[m] = *element(m);
+      }
+    }
+  }
+
+  // The thread's steps, in the order of the walk.
+  __device__ __forceinline__ void get(Pack<T, 1> (&to)[kSteps]) const {
+    Pack<T, kSteps> run;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) reinterpret_cast<Piece<16>*>(&run)[k] = mine()[k];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const T up = run.v[k], down = run.v[kSteps - 1 - k];
+      to[k].v[0] = descending_ ? down : up;
+    }
+  }
+  __device__ __forceinline__ void put(const Pack<T, 1> (&from)[kSteps]) const {
+    Pack<T, kSteps> run;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const T up = from[k].v[0], down = from[kSteps - 1 - k].v[0];
+      run.v[k] = descending_ ? down : up;
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) mine()[k] = reinterpret_cast<const Piece<16>*>(&run)[k];
+  }
+
+ private:
+  __device__ Piece<16>* mine() const {
+    const int lane = threadIdx.x % 32;
+    return reinterpret_cast<Piece<16>*>(warp_ + (descending_ ? 31 - lane : lane) * kRunBytes);
+  }
+  // The m-th of the warp.
+  __device__ Piece<16>* vector(int m) const {
+    return reinterpret_cast<Piece<16>*>(warp_ + m / kVectors * kRunBytes) + m % kVectors;
+  }
+  __device__ T* element(int m) const {
+    return reinterpret_cast<T*>(warp_ + m / kSteps * kRunBytes) + m % kSteps;
+  }
+
+  char* const warp_;
+  const bool descending_;
+  const int begin_;  // the warp's first step
+};
+
+template <Op kOp, class A_, class B_, class H_, class Layout, int kSteps>
 class Segment {
  public:
   using A = A_;
@@ -185,51 +288,74 @@ class Segment {
   using H = H_;
   using S = StateOf<B_>;
   using R = Real<S>;
-  static constexpr int kSlotBytes = kChannels * sizeof(H);  // a step's h, in shared memory
-  static constexpr int kThreadBytes = kOp == Op::kCotangent ? kSteps * kSlotBytes : 0;
+  static constexpr int kChannels = Layout::kChannels;
+  static constexpr bool kLine = Layout::kLine;
+  static constexpr bool kWithH = kOp == Op::kCotangent;
+  static_assert(!kLine || (sizeof(A) == sizeof(X) && sizeof(Y) == sizeof(X) &&
+                           sizeof(H) == sizeof(X)));
+
+  // Shared memory: in rows a step's h, in lines all that is read.
+  static constexpr int kSlotBytes = kChannels * static_cast<int>(sizeof(H));
+  static constexpr int kThreadBytes =
+      kLine ? (kWithH ? 3 : 2) * Lines<A, kLine ? kSteps : 16>::kThreadBytes
+            : (kWithH ? kSteps * kSlotBytes : 0);
 
   // Bit step * kChannels + channel: the link to the past is cut.
   using Cuts = std::conditional_t<kSteps * kChannels <= 32, uint32_t, uint64_t>;
   static_assert(kSteps * kChannels <= 64);
 
-  // `begin`: the first step of the segment, of `left` that there are from there on.
+  // `begin`: the first step of the segment.
   __device__ Segment(const Args& p, Channel at, int begin, bool valid, char* shared)
       : p_(p),
         at_(at),
         begin_(begin),
         left_(p.time - begin),
         valid_(valid),
-        slots_(shared + threadIdx.x * kSlotBytes),
-        jump_(static_cast<int>(blockDim.x) * kSlotBytes),
-        // In the walk's order, the first step of the recurrence of h.
-        first_(kOp == Op::kCotangent ? left_ - 1 : -begin) {}
+        shared_(shared),
+        // Where the recurrence of h begins.
+        first_(kWithH ? left_ - 1 : -begin) {}
 
-  // All its steps exist, none is reset, and if the recurrence of h begins here it does so at an end
-  // of the segment.
-  __device__ bool plain() const { return !p_.reset.data && left_ >= kSteps; }
+  // Plain: all steps exist, none is reset, and so the recurrence of h can begin only at an end of a
+  // segment.
 
+  // Reads; in lines it queues the copies that `take` waits for.
   template <bool kPlain>
   __device__ __forceinline__ void load() {
-    // The map of a step that does not exist is the identity.
-    load_run<kPlain>(a_, p_.a, S(1));
-    load_run<kPlain>(x_, p_.x, S(0));
-    if constexpr (kOp == Op::kCotangent) {
-      if (p_.h.data) {
-        const H* from = static_cast<const H*>(p_.h.data) + offset_of(p_.h, at_, begin_);
-        const auto* nowhere = static_cast<const H*>(p_.h.data);
+    if constexpr (kLine) {
+      lines<A>(0).load(p_.a, at_.o, p_.time);
+      lines<X>(1).load(p_.x, at_.o, p_.time);
+      if (kWithH && p_.has_h) lines<H>(2).load(p_.h, at_.o, p_.time);
+    } else {
+      // The map of a step that does not exist is the identity.
+      load_rows<kPlain>(a_, p_.a, S(1));
+      load_rows<kPlain>(x_, p_.x, S(0));
+      if (kWithH && p_.has_h) {
+        const auto* data = static_cast<const H*>(p_.h.data);
+        const H* from = data + offset_of(p_.h, at_, begin_);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          void* to = slots_ + k * jump_;
           if (kPlain && k < kSteps - 1) {
-            copy_async<kSlotBytes>(to, from + k * p_.h.step);
+            copy_async<kSlotBytes>(slot(k), from + k * p_.h.step);
           } else {
             const bool inside = k < left_ && k != first_;
-            copy_async_or_zero<kSlotBytes>(to, inside ? from + k * p_.h.step : nowhere, inside);
+            copy_async_or_zero<kSlotBytes>(slot(k), inside ? from + k * p_.h.step : data, inside);
           }
         }
       }
     }
     if constexpr (!kPlain) find_cuts();
+  }
+  __device__ __forceinline__ void take() {
+    if constexpr (kLine) {
+      wait_for_copies();
+      __syncwarp();
+      lines<A>(0).get(a_);
+      lines<X>(1).get(x_);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (k >= left_) a_[k].v[0] = store_as<A>(S(1));
+      }
+    }
   }
 
   // The segment's map for each channel, and what no partial product (bound.a) and no partial result
@@ -257,25 +383,34 @@ class Segment {
     }
   }
 
-  // Runs the recurrence from `s`, and writes.
+  // Runs the recurrence from `s`, and writes; in lines to shared memory.
   template <bool kPlain>
-  __device__ __forceinline__ void run_steps(S (&s)[kChannels]) const {
-    const bool has_h = kOp == Op::kCotangent && p_.h.data;
-    Y* y = static_cast<Y*>(p_.y.data) + offset_of(p_.y, at_, begin_);
-    A* da_out = static_cast<A*>(p_.da_out.data) + offset_of(p_.da_out, at_, begin_);
-    const bool write_y = p_.y.data && valid_, write_da = p_.da_out.data && valid_;
+  __device__ __forceinline__ void run_steps(S (&s)[kChannels]) {
+    const bool has_h = kWithH && p_.has_h;
+    Y* const y = static_cast<Y*>(p_.y.data) + (kLine ? 0 : offset_of(p_.y, at_, begin_));
+    A* const da_out =
+        static_cast<A*>(p_.da_out.data) + (kLine ? 0 : offset_of(p_.da_out, at_, begin_));
+    const bool write_y = p_.wants_y && valid_, write_da = p_.wants_da && valid_;
+    Pack<H, 1> h_line[kLine ? kSteps : 1];
+    if constexpr (kLine && kWithH) {
+      if (has_h) lines<H>(2).get(h_line);
+    }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       Pack<H, kChannels> h{};
-      if constexpr (kOp == Op::kCotangent) {
-        if (has_h) h = *reinterpret_cast<const Pack<H, kChannels>*>(slots_ + k * jump_);
+      if (has_h) {
+        if constexpr (kLine) {
+          h = h_line[k];
+        } else {
+          h = *slot(k);
+        }
       }
       Pack<Y, kChannels> y_pack;
       Pack<A, kChannels> da_pack;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         Step<S> in{load_as<S>(a_[k].v[c]), load_as<S>(x_[k].v[c]), S(0), is_cut<kPlain>(k, c)};
-        if constexpr (kOp == Op::kCotangent) {
+        if constexpr (kWithH) {
           in.h = load_as<S>(h.v[c]);
           if ((!kPlain || k == kSteps - 1) && k == first_ && p_.h0.data) in.h = h0(c);
         }
@@ -283,27 +418,52 @@ class Segment {
         const Written<S> out = advance<kOp>(s[c], in);
         if (!kPlain && k >= left_) s[c] = before;
         y_pack.v[c] = store_as<Y>(out.y);
-        if constexpr (kOp == Op::kCotangent) da_pack.v[c] = store_as<A>(out.da_out);
+        if constexpr (kWithH) da_pack.v[c] = store_as<A>(out.da_out);
       }
-      const bool inside = kPlain || k < left_;
-      if (write_y && inside) *reinterpret_cast<Pack<Y, kChannels>*>(y + k * p_.y.step) = y_pack;
-      if constexpr (kOp == Op::kCotangent) {
-        if (write_da && inside) {
-          *reinterpret_cast<Pack<A, kChannels>*>(da_out + k * p_.da_out.step) = da_pack;
+      if constexpr (kLine) {
+        reinterpret_cast<Pack<Y, 1>&>(x_[k]) = y_pack;
+        if constexpr (kWithH) reinterpret_cast<Pack<A, 1>&>(a_[k]) = da_pack;
+      } else {
+        const bool inside = kPlain || k < left_;
+        if (write_y && inside) *reinterpret_cast<Pack<Y, kChannels>*>(y + k * p_.y.step) = y_pack;
+        if constexpr (kWithH) {
+          if (write_da && inside) {
+            *reinterpret_cast<Pack<A, kChannels>*>(da_out + k * p_.da_out.step) = da_pack;
+          }
         }
       }
     }
-    if (p_.final.data && valid_ && left_ > 0 && left_ <= kSteps) {
+    if (p_.wants_final && valid_ && left_ > 0 && left_ <= kSteps) {
       S* to = static_cast<S*>(p_.final.data) + offset_of(p_.final, at_, 0);
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) to[c] = s[c];
     }
   }
 
+  // Lines: writes the warp's results.
+  __device__ __forceinline__ void leave() const {
+    if constexpr (kLine) {
+      lines<X>(1).put(x_);
+      if constexpr (kWithH) lines<A>(0).put(a_);
+      __syncwarp();
+      if (p_.wants_y) lines<X>(1).store(p_.y, at_.o, p_.time);
+      if (kWithH && p_.wants_da) lines<A>(0).store(p_.da_out, at_.o, p_.time);
+    }
+  }
+
  private:
+  template <class T>
+  __device__ Lines<T, kSteps> lines(int operand) const {
+    constexpr int kBytes = Lines<T, kSteps>::kThreadBytes;
+    return {shared_ + operand * static_cast<int>(blockDim.x) * kBytes, p_.descending, begin_};
+  }
+  __device__ Pack<H, kChannels>* slot(int k) const {
+    return reinterpret_cast<Pack<H, kChannels>*>(shared_) + k * blockDim.x + threadIdx.x;
+  }
+
   template <bool kPlain, class T>
-  __device__ __forceinline__ void load_run(Pack<T, kChannels> (&to)[kSteps],
-                                           const Stream<const void>& in, S otherwise) const {
+  __device__ __forceinline__ void load_rows(Pack<T, kChannels> (&to)[kSteps],
+                                            const Stream<const void>& in, S otherwise) const {
     const T* from = static_cast<const T*>(in.data) + offset_of(in, at_, begin_);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -318,7 +478,7 @@ class Segment {
 
   __device__ __forceinline__ void find_cuts() {
     cuts_ = 0;
-    if (p_.reset.data) {
+    if (p_.has_reset) {
       const auto* reset =
           static_cast<const uint8_t*>(p_.reset.data) + offset_of(p_.reset, at_, begin_);
 #pragma unroll
@@ -339,7 +499,7 @@ class Segment {
   template <bool kPlain>
   __device__ __forceinline__ bool is_cut(int k, int c) const {
     if (!kPlain) return ((cuts_ >> (k * kChannels + c)) & 1u) != 0;
-    return k == (kOp == Op::kCotangent ? kSteps - 1 : 0) && k == first_ && !p_.has_h0;
+    return k == (kWithH ? kSteps - 1 : 0) && k == first_ && !p_.has_h0;
   }
 
   __device__ S h0(int c) const {
@@ -354,35 +514,91 @@ class Segment {
   const Channel at_;
   const int begin_, left_;
   const bool valid_;
-  char* const slots_;
-  const int jump_;
+  char* const shared_;
   const int first_;
   Pack<A, kChannels> a_[kSteps];
   Pack<X, kChannels> x_[kSteps];
   Cuts cuts_ = 0;
 };
 
-template <Op kOp, class A, class B, class H, int kChannels, int kSteps>
-__global__ void __launch_bounds__(32 * cluster_warps(kChannels * kSteps))
-    cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Mine = Segment<kOp, A, B, H, kChannels, kSteps>;
+// How a block learns of the blocks before it.
+enum class Via {
+  kCluster,  // they are in one cluster
+  kMaps,     // the first of two kernels: it writes the blocks' maps to the workspace
+  kStates,   // the second, which reads them
+};
+
+// Takes the state from the start of time, `entering`, to block `rank`, whose lanes share out the
+// maps of the blocks before it: lanes of the same channel each compose a stretch, then across lanes.
+// False, with `entering` as it was, if these maps do not do.
+template <int kBatch, class S>
+__device__ __forceinline__ bool enter_by_maps(const Args& p, int rank, int place, int channels,
+                                              S& entering) {
+  using R = Real<S>;
+  const int lane = threadIdx.x % 32, places = gridDim.y * channels;
+  const int each = (rank * channels + 31) / 32;
+  const int begin = min(lane / channels * each, rank), end = min(begin + each, rank);
+  const auto* const maps = static_cast<const Message<S>*>(p.maps) + place;
+  Affine<S> map;
+  bool within = magnitude(entering) <= Limits<R>::product;
+  const auto follow = [&](Affine<S> next) {
+    map = compose(next, map);
+    within = within && magnitude(map.a) <= Limits<R>::product && magnitude(map.b) <= Limits<R>::across;
+  };
+  for (int k = begin; k < end; k += kBatch) {
+    Message<S> messages[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) messages[j] = maps[min(k + j, end - 1) * places];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (k + j < end) {
+        within = within && messages[j].certain();
+        follow(messages[j].map());
+      }
+    }
+  }
+  for (int delta = channels; delta < 32; delta *= 2) {
+    const Affine<S> earlier{shuffle_up(map.a, delta), shuffle_up(map.b, delta)};
+    if (lane >= delta) {
+      const Affine<S> later = map;
+      map = earlier;
+      follow(later);
+    }
+  }
+  if (!__all_sync(0xffffffffu, within)) return false;
+  const int last = 32 - channels + lane % channels;
+  entering = apply(Affine<S>{shuffle(map.a, last), shuffle(map.b, last)}, entering);
+  return true;
+}
+
+// Clusters exist from compute capability 9.0 on; before it their kernels are empty.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasClusters = false;
+#else
+inline constexpr bool kHasClusters = true;
+#endif
+
+template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+__device__ __forceinline__ void cluster_block(const Args& p) {
+  using Mine = Segment<kOp, A, B, H, Layout, kSteps>;
   using S = typename Mine::S;
   using R = Real<S>;
+  constexpr int kChannels = Layout::kChannels;
+  constexpr bool kInCluster = kVia == Via::kCluster;
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kBatch = 8;
 
   extern __shared__ __align__(16) char shared[];
   __shared__ Message<S> of_warps[kMostClusterWarps][32];  // [][channel]
-  __shared__ Message<S> of_blocks[kMostRanks][32];
-  __shared__ S states[kMostRanks][32];  // that come out of blocks which sent no map
+  __shared__ Message<S> of_blocks[kInCluster ? kMostRanks : 1][32];
+  __shared__ S states[kInCluster ? kMostRanks : 1][32];  // that come out of blocks without a map
   __shared__ S carry[32];
   __shared__ uint64_t barriers[1 + kMostRanks];  // the blocks' maps; the state from each block
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int warps = blockDim.x / 32;
-  const int ranks = p.ranks, rank = ranks > 1 ? rank_in_cluster() : 0;
-  const int group = ranks > 1 ? static_cast<int>(blockIdx.x) / ranks : static_cast<int>(blockIdx.x);
+  const int ranks = p.ranks, group = blockIdx.y;
+  const int rank = blockIdx.x;  // in a cluster as in the grid
 
   // Lanes side by side are neighbouring channels, `stride` apart in time.
   const int stride = 1 << p.lanes_log2, segments = 32 >> p.lanes_log2;
@@ -391,118 +607,158 @@ __global__ void __launch_bounds__(32 * cluster_warps(kChannels * kSteps))
   const int segment = warp * segments + (lane >> p.lanes_log2);
   const int asked = group * channels + column;
   const bool valid = asked < p.channels;
+  if constexpr (kInCluster) {
+    if (ranks > 1) {
+      if (thread <= rank) {
+        expect(&barriers[thread], thread == 0 ? rank * channels * int{sizeof(Message<S>)}
+                                              : channels * int{sizeof(S)});
+      }
+      __syncwarp();
+      arrive_at_cluster();
+    }
+  }
   Mine mine(p, channel_of(p, valid ? asked : p.channels - kChannels),
             (rank * warps * segments + segment) * kSteps, valid, shared);
-
-  const bool plain = __all_sync(kAll, mine.plain());
-  if (plain) {
-    mine.template load<true>();
-  } else {
-    mine.template load<false>();
-  }
+  mine.template load<kPlain>();
   // Besides, each lane speaks for one channel of the block.
   const int spoken = lane & (channels - 1);
-  const Channel spoken_at = channel_of(p, min(group * channels + spoken, p.channels - 1));
   S entering = S(0);
-  if (p.init.data) {
-    entering = static_cast<const S*>(p.init.data)[offset_of(p.init, spoken_at, 0)];
+  if (p.has_init) {
+    const Channel at = channel_of(p, min(group * channels + spoken, p.channels - 1));
+    entering = static_cast<const S*>(p.init.data)[offset_of(p.init, at, 0)];
   }
-
-  if (ranks > 1) {
-    if (thread <= rank) {
-      expect(&barriers[thread], thread == 0 ? rank * channels * int{sizeof(Message<S>)}
-                                            : channels * int{sizeof(S)});
+  // In parallel, unless something comes near to overflow.
+  bool known = false;
+  if constexpr (kVia == Via::kStates) {
+    if (rank > 0) {
+      known = enter_by_maps<kBatch>(p, rank, group * channels + spoken, channels, entering);
     }
-    __syncwarp();
-    arrive_at_cluster();
   }
+  mine.take();
 
   // The map of this thread's segment, then of the warp's segments up to it; `before`: of those
   // before it.
   Affine<S> map[kChannels], before[kChannels];
   Affine<R> bound[kChannels];
-  if (plain) {
-    mine.template compose_steps<true>(map, bound);
-  } else {
-    mine.template compose_steps<false>(map, bound);
-  }
+  mine.template compose_steps<kPlain>(map, bound);
+  for (int delta = stride; delta < 32; delta *= 2) {
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    for (int delta = stride; delta < 32; delta *= 2) {
+    for (int c = 0; c < kChannels; ++c) {
       const Affine<S> earlier{shuffle_up(map[c].a, delta), shuffle_up(map[c].b, delta)};
       if (lane >= delta) map[c] = compose(map[c], earlier);
     }
+  }
+  unsigned without = 0;  // bit c: for channel c of its own, a lane cannot be certain
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
     before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
     if (lane < stride) before[c] = {};
-    const bool within =
-        magnitude(before[c].a) * bound[c].a <= Limits<R>::product &&
-        magnitude(before[c].b) * bound[c].a + bound[c].b <= Limits<R>::local;
-    // Lanes of this column.
-    const unsigned of_column = (stride == 32 ? 1u : kAll / ((1u << stride) - 1)) << (lane & (stride - 1));
-    const bool certain = (__ballot_sync(kAll, !within) & of_column) == 0;
-    if (lane >= 32 - stride) of_warps[warp][column + c] = Message<S>::of(map[c], certain);
+    const bool within = magnitude(before[c].a) * bound[c].a <= Limits<R>::product &&
+                        magnitude(before[c].b) * bound[c].a + bound[c].b <= Limits<R>::local;
+    if (!within) without |= 1u << c;
+  }
+  if (__any_sync(kAll, without != 0)) {
+    for (int delta = stride; delta < 32; delta *= 2) {
+      without |= __shfl_xor_sync(kAll, without, delta);
+    }
+  }
+  if (lane >= 32 - stride) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      of_warps[warp][column + c] = Message<S>::of(map[c], (without >> c & 1u) == 0);
+    }
   }
   __syncthreads();
 
   // The block's map, and that of the warps before this one.
   Affine<S> total, until_warp;
   bool certain = true;
-  for (int k = 0; k < warps; k += kBatch) {
-    Message<S> messages[kBatch];
+#pragma unroll 1
+  for (int k = 0; k < warps; k += kWarpBatch) {
+    Message<S> messages[kWarpBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) messages[j] = of_warps[min(k + j, kMostClusterWarps - 1)][spoken];
+    for (int j = 0; j < kWarpBatch; ++j) messages[j] = of_warps[k + j][spoken];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (k + j < warps) {
-        if (k + j == warp) until_warp = total;
-        certain = certain && messages[j].certain() && magnitude(total.a) <= Limits<R>::product &&
-                  magnitude(total.b) <= Limits<R>::local;
-        total = compose(messages[j].map(), total);
-      }
+    for (int j = 0; j < kWarpBatch; ++j) {
+      if (k + j == warp) until_warp = total;
+      certain = certain & messages[j].certain() & (magnitude(total.a) <= Limits<R>::product) &
+                (magnitude(total.b) <= Limits<R>::local);
+      total = compose(messages[j].map(), total);
     }
   }
 
   // f(r) for the later blocks r, shared out among those who speak for a channel.
   const auto for_later_blocks = [&](auto&& f) {
-    const int speakers = warps * (32 / channels), speaker = warp * (32 / channels) + lane / channels;
-    for (int r = rank + 1 + speaker; r < ranks; r += speakers) f(r);
+    const int of_warp = segments / kChannels;  // lanes that speak for the same channel
+    const int speaker = warp * of_warp + (lane >> p.lanes_log2) / kChannels;
+    for (int r = rank + 1 + speaker; r < ranks; r += warps * of_warp) f(r);
   };
-  if (ranks > 1) {
-    wait_for_cluster();
-    const Message<S> message = Message<S>::of(total, certain);
-    for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
+  const Message<S> message = Message<S>::of(total, certain);
+  if constexpr (kInCluster) {
+    if (ranks > 1) {
+      wait_for_cluster();
+      for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
+    }
+  }
+  const auto* const maps = static_cast<const Message<S>*>(p.maps) + group * channels + spoken;
+  auto* const sent = static_cast<Message<S>*>(p.states) + group * channels + spoken;
+  const int places = gridDim.y * channels;  // of a rank's messages
+  if constexpr (kVia == Via::kMaps) {
+    if (warp == 0 && lane < channels) {
+      const_cast<Message<S>*>(maps)[rank * places] = message;
+      sent[rank * places] = Message<S>::of({}, false);
+    }
+    return;
   }
 
   // The state that enters the block.
-  if (rank > 0) {
-    wait_for(&barriers[0]);
-    S s = entering;
-    bool usual = true;
-    for (int k = 0; k < rank; k += kBatch) {
-      Message<S> messages[kBatch];
+  if (rank > 0 && !known) {
+    // Applies what block k says; `state` is asked for the state that leaves it if that is no map.
+    const auto follow = [&](S& s, Message<S> m, auto&& state) {
+      if (__all_sync(kAll, m.certain() && state_within(s))) {
+        s = apply(m.map(), s);
+      } else {
+        s = state();
+      }
+    };
+    if constexpr (kInCluster) {
+      wait_for(&barriers[0]);
+      S s = entering;
+      bool usual = true;
+#pragma unroll 1
+      for (int k = 0; k < rank; k += kBatch) {
+        Message<S> messages[kBatch];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) messages[j] = of_blocks[k + j][spoken];
+        for (int j = 0; j < kBatch; ++j) messages[j] = of_blocks[k + j][spoken];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (k + j < rank) {
-          usual = usual && messages[j].certain() && state_within(s);
-          s = apply(messages[j].map(), s);
+        for (int j = 0; j < kBatch; ++j) {
+          const bool there = k + j < rank;
+          usual = usual & (!there | (messages[j].certain() & state_within(s)));
+          const S after = apply(messages[j].map(), s);
+          s = there ? after : s;
         }
       }
-    }
-    if (!__all_sync(kAll, usual)) {
-      s = entering;
+      if (!__all_sync(kAll, usual)) {
+        s = entering;
+        for (int k = 0; k < rank; ++k) {
+          follow(s, of_blocks[k][spoken], [&] {
+            wait_for(&barriers[1 + k]);
+            return states[k][spoken];
+          });
+        }
+      }
+      entering = s;
+    } else {
       for (int k = 0; k < rank; ++k) {
-        const Message<S> message = of_blocks[k][spoken];
-        if (__all_sync(kAll, message.certain() && state_within(s))) {
-          s = apply(message.map(), s);
-        } else {
-          wait_for(&barriers[1 + k]);
-          s = states[k][spoken];
-        }
+        follow(entering, maps[k * places], [&] {
+          Message<S> m;
+          do {
+            m = load_whole(&sent[k * places]);
+          } while (!m.certain());
+          return m.map().b;
+        });
       }
     }
-    entering = s;
   }
 
   // Channels whose segments take turns, the same for all warps. A channel whose map can be trusted
@@ -530,11 +786,7 @@ __global__ void __launch_bounds__(32 * cluster_warps(kChannels * kSteps))
           if (turns >> c & 1u) s[c] = carry[column + c];
         }
       }
-      if (plain) {
-        mine.template run_steps<true>(s);
-      } else {
-        mine.template run_steps<false>(s);
-      }
+      mine.template run_steps<kPlain>(s);
       if (turns != 0) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
@@ -546,9 +798,19 @@ __global__ void __launch_bounds__(32 * cluster_warps(kChannels * kSteps))
   }
   if (in_order != 0 && ranks > 1) {
     const S leaving = in_order >> spoken & 1u ? carry[spoken] : apply(total, entering);
-    for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
+    if constexpr (kInCluster) {
+      for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
+    } else if (warp == 0 && lane < channels) {
+      store_whole(&sent[rank * places], Message<S>::of({S(0), leaving}, true));
+    }
   }
-#endif
+  mine.leave();
+}
+
+template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+__global__ void __launch_bounds__(32 * cluster_warps(Layout::kChannels * kSteps), 1)
+    cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
+  if constexpr (kHasClusters || kVia != Via::kCluster) cluster_block<kVia, kPlain, kOp, A, B, H, Layout, kSteps>(p);
 }
 
 // ---- Host ----
@@ -590,6 +852,13 @@ inline Args args_of(const Problem& p, const ClusterPlan& plan) {
   args.lanes_log2 = plan.lanes_log2;
   args.ranks = plan.ranks;
   args.has_h0 = p.has_h0;
+  args.has_init = p.init.data != nullptr;
+  args.has_reset = p.reset.data != nullptr;
+  args.has_h = p.h.data != nullptr;
+  args.descending = p.descending();
+  args.wants_y = p.y.data != nullptr;
+  args.wants_da = p.da_out.data != nullptr;
+  args.wants_final = p.final.data != nullptr;
   args.a = stream_of(p, p.a, 0);
   args.x = stream_of(p, p.x, 0);
   args.h = stream_of(p, p.h, 1);
@@ -603,15 +872,15 @@ inline Args args_of(const Problem& p, const ClusterPlan& plan) {
   return args;
 }
 
-template <Op kOp, class A, class B, class H, int kChannels, int kSteps>
-cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
-  const auto kernel = cluster_kernel<kOp, A, B, H, kChannels, kSteps>;
+template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+cudaError_t launch_via(const Args& args, const ClusterPlan& plan, cudaStream_t stream) {
+  const auto kernel = cluster_kernel<kVia, kPlain, kOp, A, B, H, Layout, kSteps>;
   const int threads = 32 * plan.warps;
-  const int bytes =
-      problem.h.data ? threads * Segment<kOp, A, B, H, kChannels, kSteps>::kThreadBytes : 0;
+  const int bytes = threads * Segment<kOp, A, B, H, Layout, kSteps>::kThreadBytes;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && plan.ranks > 8) {
+  const bool in_cluster = kVia == Via::kCluster && plan.ranks > 1;
+  if (error == cudaSuccess && in_cluster && plan.ranks > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (error != cudaSuccess) return error;
@@ -619,22 +888,48 @@ cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStrea
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(plan.ranks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.groups * plan.ranks));
+  config.gridDim = dim3(static_cast<unsigned>(plan.ranks), static_cast<unsigned>(plan.groups));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = plan.ranks > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args_of(problem, plan));
+  config.numAttrs = in_cluster ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, void* workspace,
+                      cudaStream_t stream) {
+  Args args = args_of(problem, plan);
+  if (!plan.two_kernels) {
+    return launch_via<Via::kCluster, kPlain, kOp, A, B, H, Layout, kSteps>(args, plan, stream);
+  }
+  const int64_t places = plan.ranks * plan.groups * (Layout::kChannels << plan.lanes_log2);
+  args.maps = workspace;
+  args.states = static_cast<char*>(workspace) +
+                align_up(static_cast<size_t>(places) * 2 * sizeof(StateOf<B>));
+  Args first = args;
+  first.has_h = false;
+  const cudaError_t error =
+      launch_via<Via::kMaps, kPlain, kOp, A, B, H, Layout, kSteps>(first, plan, stream);
+  if (error != cudaSuccess) return error;
+  return launch_via<Via::kStates, kPlain, kOp, A, B, H, Layout, kSteps>(args, plan, stream);
 }
 
 }  // namespace cluster
 
-template <class A, class B, class H, int kChannels, int kSteps>
-cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
-  return problem.op == Op::kCotangent
-             ? cluster::launch_op<Op::kCotangent, A, B, H, kChannels, kSteps>(problem, plan, stream)
-             : cluster::launch_op<Op::kScan, A, B, H, kChannels, kSteps>(problem, plan, stream);
+template <class A, class B, class H, class Layout, int kSteps>
+cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, void* workspace,
+                           cudaStream_t stream) {
+  constexpr Op kScan = Op::kScan, kCotangent = Op::kCotangent;
+  const int64_t tile = int64_t{plan.warps} * (32 >> plan.lanes_log2) * kSteps;
+  const bool plain = !problem.reset.data && problem.time == plan.ranks * tile;
+  const auto launch = problem.op == kCotangent
+                          ? plain ? cluster::launch_op<true, kCotangent, A, B, H, Layout, kSteps>
+                                  : cluster::launch_op<false, kCotangent, A, B, H, Layout, kSteps>
+                      : plain ? cluster::launch_op<true, kScan, A, B, H, Layout, kSteps>
+                              : cluster::launch_op<false, kScan, A, B, H, Layout, kSteps>;
+  return launch(problem, plan, workspace, stream);
 }
 
 }  // namespace jax_scan

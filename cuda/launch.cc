@@ -183,24 +183,25 @@ ChainedKernel chained_for(const Problem& p, StreamTypes t) {
 
 // Kernels of cluster.cuh, and what a thread of theirs holds.
 struct ClusterKernel {
-  cudaError_t (*launch)(const Problem&, const ClusterPlan&, cudaStream_t) = nullptr;
+  cudaError_t (*launch)(const Problem&, const ClusterPlan&, void*, cudaStream_t) = nullptr;
   int vector = 1;
+  bool line = false;
   int steps = 1;
 };
 
-bool fits_cluster(const Problem& p, StreamTypes types, int vector) {
+bool fits_cluster(const Problem& p, StreamTypes types, int vector, bool line) {
   const auto is_state = [&](const auto& array) { return !array.data || array.dtype == p.state; };
   const auto one_axis = [](const Input& in) {
     return in.at.outer_axes <= 1 && in.at.inner_axes <= 1;
   };
-  return p.op != Op::kTangent && !p.da_over_time && p.channels() <= INT32_MAX / p.time / 2 &&
+  return p.op != Op::kTangent && !p.da_over_time && p.time <= INT32_MAX / 2 / p.channels() &&
          is_state(p.init) && is_state(p.h0) && is_state(p.final) && one_axis(p.init) &&
-         one_axis(p.h0) && one_axis(p.reset) && fits(p, types, vector, false);
+         one_axis(p.h0) && one_axis(p.reset) && fits(p, types, vector, line);
 }
 
-template <class A, class B, class H, int kChannels, int kSteps>
+template <class A, class B, class H, class Layout, int kSteps>
 ClusterKernel cluster_kernel() {
-  return {launch_cluster<A, B, H, kChannels, kSteps>, kChannels, kSteps};
+  return {launch_cluster<A, B, H, Layout, kSteps>, Layout::kChannels, Layout::kLine, kSteps};
 }
 
 }  // namespace

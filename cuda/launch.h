@@ -56,9 +56,10 @@ template <class A, class B, class H, class Layout>
 cudaError_t launch_chained(const Problem& problem, const Device& device, void* workspace,
                            cudaStream_t stream);
 
-// Scan and cotangent; a thread holds kSteps steps of kChannels channels.
-template <class A, class B, class H, int kChannels, int kSteps>
-cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
+// Scan and cotangent; a thread holds kSteps steps.
+template <class A, class B, class H, class Layout, int kSteps>
+cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, void* workspace,
+                           cudaStream_t stream);
 
 template <class S>
 cudaError_t launch_general(const Problem& problem, const Device& device, void* workspace,

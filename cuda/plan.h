@@ -261,6 +261,7 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 // ---- The cluster of blocks that takes all of time (cluster.cuh) ----
 
 inline constexpr int kMostClusterWarps = 16;  // of a block
+inline constexpr int kWarpBatch = 4;          // they are so many or a multiple of it
 inline constexpr int kMostRanks = 16;         // blocks of a cluster
 
 // The most warps of a block whose threads hold so many elements of each operand in registers.
@@ -273,6 +274,7 @@ struct ClusterPlan {
   int32_t ranks;       // blocks of a cluster
   int32_t warps;       // of a block
   int32_t lanes_log2;  // threads of a warp side by side across channels
+  bool two_kernels;    // the ranks are no cluster
 };
 
 // ---- The workspace ----
