@@ -27,17 +27,16 @@ namespace cluster {
 
 // A map is certain if, within each warp and from warp to warp, no product of factors exceeds
 // `product`, and no result from the state zero `local`: products over a block then stay within
-// Bounds::product, results within Bounds::local. Likewise `across` from block to block: the states
-// that enter them then stay far within Bounds::state.
+// Bounds::product, results within Bounds::local.
 template <class R>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float product = 0x1p20f, local = 0x1p60f, across = 0x1p50f;
+  static constexpr float product = 0x1p20f, local = 0x1p60f;
 };
 template <>
 struct Limits<double> {
-  static constexpr double product = 0x1p150, local = 0x1p450, across = 0x1p400;
+  static constexpr double product = 0x1p150, local = 0x1p450;
 };
 
 // An array along the walk: its element at the walk's step s of channel (o, i) is
@@ -63,7 +62,6 @@ struct Args {
   Stream<void> da_out;
   Stream<const void> init, h0, reset;
   Stream<void> final;
-  void *maps, *states;  // messages in the workspace, [rank][channel], if the ranks are no cluster
 };
 
 // What a warp or a block tells of its map. All bits set in the last word of `a`: it is not certain.
@@ -131,10 +129,10 @@ __device__ __forceinline__ void send(int rank, V* place, V value, uint64_t* barr
                : "=r"(on)
                : "r"(shared_address(barrier)), "r"(rank));
   if constexpr (sizeof(V) == 4) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                     to),
-                 "r"(w.word[0]), "r"(on)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(w.word[0]), "r"(on)
+        : "memory");
   } else if constexpr (sizeof(V) == 8) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
@@ -178,8 +176,8 @@ __device__ __forceinline__ int offset_of(const Stream<Data>& in, Channel at, int
   return in.first + s * in.step + at.o * in.outer + at.i * in.inner;
 }
 
-// One operand's elements of a warp's lines in shared memory, in the order of memory: 32 runs of kSteps
-// elements, each followed by 16 bytes so that no two threads meet in a bank.
+// One operand's elements of a warp's lines in shared memory, in the order of memory: 32 runs of
+// kSteps elements, each followed by 16 bytes so that no two threads meet in a bank.
 template <class T, int kSteps>
 class Lines {
  public:
@@ -291,14 +289,13 @@ class Segment {
   static constexpr int kChannels = Layout::kChannels;
   static constexpr bool kLine = Layout::kLine;
   static constexpr bool kWithH = kOp == Op::kCotangent;
-  static_assert(!kLine || (sizeof(A) == sizeof(X) && sizeof(Y) == sizeof(X) &&
-                           sizeof(H) == sizeof(X)));
+  static_assert(!kLine ||
+                (sizeof(A) == sizeof(X) && sizeof(Y) == sizeof(X) && sizeof(H) == sizeof(X)));
 
   // Shared memory: in rows a step's h, in lines all that is read.
   static constexpr int kSlotBytes = kChannels * static_cast<int>(sizeof(H));
-  static constexpr int kThreadBytes =
-      kLine ? (kWithH ? 3 : 2) * Lines<A, kLine ? kSteps : 16>::kThreadBytes
-            : (kWithH ? kSteps * kSlotBytes : 0);
+  static constexpr int kThreadBytes = kLine                 ? (kWithH ? 3 : 2) * Lines < A,
+                       kLine ? kSteps : 16 > ::kThreadBytes : (kWithH ? kSteps* kSlotBytes : 0);
 
   // Bit step * kChannels + channel: the link to the past is cut.
   using Cuts = std::conditional_t<kSteps * kChannels <= 32, uint32_t, uint64_t>;
@@ -521,77 +518,26 @@ class Segment {
   Cuts cuts_ = 0;
 };
 
-// How a block learns of the blocks before it.
-enum class Via {
-  kCluster,  // they are in one cluster
-  kMaps,     // the first of two kernels: it writes the blocks' maps to the workspace
-  kStates,   // the second, which reads them
-};
-
-// Takes the state from the start of time, `entering`, to block `rank`, whose lanes share out the
-// maps of the blocks before it: lanes of the same channel each compose a stretch, then across lanes.
-// False, with `entering` as it was, if these maps do not do.
-template <int kBatch, class S>
-__device__ __forceinline__ bool enter_by_maps(const Args& p, int rank, int place, int channels,
-                                              S& entering) {
-  using R = Real<S>;
-  const int lane = threadIdx.x % 32, places = gridDim.y * channels;
-  const int each = (rank * channels + 31) / 32;
-  const int begin = min(lane / channels * each, rank), end = min(begin + each, rank);
-  const auto* const maps = static_cast<const Message<S>*>(p.maps) + place;
-  Affine<S> map;
-  bool within = magnitude(entering) <= Limits<R>::product;
-  const auto follow = [&](Affine<S> next) {
-    map = compose(next, map);
-    within = within && magnitude(map.a) <= Limits<R>::product && magnitude(map.b) <= Limits<R>::across;
-  };
-  for (int k = begin; k < end; k += kBatch) {
-    Message<S> messages[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) messages[j] = maps[min(k + j, end - 1) * places];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (k + j < end) {
-        within = within && messages[j].certain();
-        follow(messages[j].map());
-      }
-    }
-  }
-  for (int delta = channels; delta < 32; delta *= 2) {
-    const Affine<S> earlier{shuffle_up(map.a, delta), shuffle_up(map.b, delta)};
-    if (lane >= delta) {
-      const Affine<S> later = map;
-      map = earlier;
-      follow(later);
-    }
-  }
-  if (!__all_sync(0xffffffffu, within)) return false;
-  const int last = 32 - channels + lane % channels;
-  entering = apply(Affine<S>{shuffle(map.a, last), shuffle(map.b, last)}, entering);
-  return true;
-}
-
-// Clusters exist from compute capability 9.0 on; before it their kernels are empty.
+// Clusters exist from compute capability 9.0 on; before it the kernels are empty, and not launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr bool kHasClusters = false;
 #else
 inline constexpr bool kHasClusters = true;
 #endif
 
-template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
 __device__ __forceinline__ void cluster_block(const Args& p) {
   using Mine = Segment<kOp, A, B, H, Layout, kSteps>;
   using S = typename Mine::S;
   using R = Real<S>;
   constexpr int kChannels = Layout::kChannels;
-  constexpr bool kInCluster = kVia == Via::kCluster;
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kBatch = 8;
 
   extern __shared__ __align__(16) char shared[];
   __shared__ Message<S> of_warps[kMostClusterWarps][32];  // [][channel]
-  __shared__ Message<S> of_blocks[kInCluster ? kMostRanks : 1][32];
-  __shared__ S states[kInCluster ? kMostRanks : 1][32];  // that come out of blocks without a map
+  __shared__ Message<S> of_blocks[kMostRanks][32];
+  __shared__ S states[kMostRanks][32];  // that come out of blocks without a map
   __shared__ S carry[32];
   __shared__ uint64_t barriers[1 + kMostRanks];  // the blocks' maps; the state from each block
 
@@ -602,21 +548,11 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
 
   // Lanes side by side are neighbouring channels, `stride` apart in time.
   const int stride = 1 << p.lanes_log2, segments = 32 >> p.lanes_log2;
-  const int channels = kChannels << p.lanes_log2;     // of the block
+  const int channels = kChannels << p.lanes_log2;        // of the block
   const int column = (lane & (stride - 1)) * kChannels;  // the thread's first channel
   const int segment = warp * segments + (lane >> p.lanes_log2);
   const int asked = group * channels + column;
   const bool valid = asked < p.channels;
-  if constexpr (kInCluster) {
-    if (ranks > 1) {
-      if (thread <= rank) {
-        expect(&barriers[thread], thread == 0 ? rank * channels * int{sizeof(Message<S>)}
-                                              : channels * int{sizeof(S)});
-      }
-      __syncwarp();
-      arrive_at_cluster();
-    }
-  }
   Mine mine(p, channel_of(p, valid ? asked : p.channels - kChannels),
             (rank * warps * segments + segment) * kSteps, valid, shared);
   mine.template load<kPlain>();
@@ -627,12 +563,14 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
     const Channel at = channel_of(p, min(group * channels + spoken, p.channels - 1));
     entering = static_cast<const S*>(p.init.data)[offset_of(p.init, at, 0)];
   }
-  // In parallel, unless something comes near to overflow.
-  bool known = false;
-  if constexpr (kVia == Via::kStates) {
-    if (rank > 0) {
-      known = enter_by_maps<kBatch>(p, rank, group * channels + spoken, channels, entering);
+  if (ranks > 1) {
+    // One of a warp at a time, as these are slow.
+    for (int k = warp; k <= rank && lane == 0; k += warps) {
+      expect(&barriers[k],
+             k == 0 ? rank * channels * int{sizeof(Message<S>)} : channels * int{sizeof(S)});
     }
+    __syncwarp();
+    arrive_at_cluster();
   }
   mine.take();
 
@@ -693,72 +631,44 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
     const int speaker = warp * of_warp + (lane >> p.lanes_log2) / kChannels;
     for (int r = rank + 1 + speaker; r < ranks; r += warps * of_warp) f(r);
   };
-  const Message<S> message = Message<S>::of(total, certain);
-  if constexpr (kInCluster) {
-    if (ranks > 1) {
-      wait_for_cluster();
-      for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
-    }
-  }
-  const auto* const maps = static_cast<const Message<S>*>(p.maps) + group * channels + spoken;
-  auto* const sent = static_cast<Message<S>*>(p.states) + group * channels + spoken;
-  const int places = gridDim.y * channels;  // of a rank's messages
-  if constexpr (kVia == Via::kMaps) {
-    if (warp == 0 && lane < channels) {
-      const_cast<Message<S>*>(maps)[rank * places] = message;
-      sent[rank * places] = Message<S>::of({}, false);
-    }
-    return;
+  if (ranks > 1) {
+    const Message<S> message = Message<S>::of(total, certain);
+    wait_for_cluster();
+    for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
   }
 
   // The state that enters the block.
-  if (rank > 0 && !known) {
-    // Applies what block k says; `state` is asked for the state that leaves it if that is no map.
-    const auto follow = [&](S& s, Message<S> m, auto&& state) {
-      if (__all_sync(kAll, m.certain() && state_within(s))) {
-        s = apply(m.map(), s);
-      } else {
-        s = state();
-      }
-    };
-    if constexpr (kInCluster) {
-      wait_for(&barriers[0]);
-      S s = entering;
-      bool usual = true;
+  if (rank > 0) {
+    wait_for(&barriers[0]);
+    S s = entering;
+    bool usual = true;
 #pragma unroll 1
-      for (int k = 0; k < rank; k += kBatch) {
-        Message<S> messages[kBatch];
+    for (int k = 0; k < rank; k += kBatch) {
+      Message<S> messages[kBatch];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) messages[j] = of_blocks[k + j][spoken];
+      for (int j = 0; j < kBatch; ++j) messages[j] = of_blocks[k + j][spoken];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const bool there = k + j < rank;
-          usual = usual & (!there | (messages[j].certain() & state_within(s)));
-          const S after = apply(messages[j].map(), s);
-          s = there ? after : s;
-        }
-      }
-      if (!__all_sync(kAll, usual)) {
-        s = entering;
-        for (int k = 0; k < rank; ++k) {
-          follow(s, of_blocks[k][spoken], [&] {
-            wait_for(&barriers[1 + k]);
-            return states[k][spoken];
-          });
-        }
-      }
-      entering = s;
-    } else {
-      for (int k = 0; k < rank; ++k) {
-        follow(entering, maps[k * places], [&] {
-          Message<S> m;
-          do {
-            m = load_whole(&sent[k * places]);
-          } while (!m.certain());
-          return m.map().b;
-        });
+      for (int j = 0; j < kBatch; ++j) {
+        const bool there = k + j < rank;
+        usual = usual & (!there | (messages[j].certain() & state_within(s)));
+        const S after = apply(messages[j].map(), s);
+        s = there ? after : s;
       }
     }
+    if (!__all_sync(kAll, usual)) {
+      // A block that cannot be certain for one of its channels sends the states of all.
+      s = entering;
+      for (int k = 0; k < rank; ++k) {
+        const Message<S> message = of_blocks[k][spoken];
+        if (__all_sync(kAll, message.certain() && state_within(s))) {
+          s = apply(message.map(), s);
+        } else {
+          wait_for(&barriers[1 + k]);
+          s = states[k][spoken];
+        }
+      }
+    }
+    entering = s;
   }
 
   // Channels whose segments take turns, the same for all warps. A channel whose map can be trusted
@@ -798,19 +708,21 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
   }
   if (in_order != 0 && ranks > 1) {
     const S leaving = in_order >> spoken & 1u ? carry[spoken] : apply(total, entering);
-    if constexpr (kInCluster) {
-      for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
-    } else if (warp == 0 && lane < channels) {
-      store_whole(&sent[rank * places], Message<S>::of({S(0), leaving}, true));
-    }
+    for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
   }
   mine.leave();
 }
 
-template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
-__global__ void __launch_bounds__(32 * cluster_warps(Layout::kChannels * kSteps), 1)
+// Blocks that a multiprocessor is meant to hold: two where that costs no spills.
+constexpr int cluster_blocks(bool plain, Op op, int warps) {
+  return plain && op == Op::kScan ? kMostClusterWarps / warps : 1;
+}
+
+template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps,
+          int kWarps = cluster_warps(Layout::kChannels * kSteps)>
+__global__ void __launch_bounds__(32 * kWarps, cluster_blocks(kPlain, kOp, kWarps))
     cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
-  if constexpr (kHasClusters || kVia != Via::kCluster) cluster_block<kVia, kPlain, kOp, A, B, H, Layout, kSteps>(p);
+  if constexpr (kHasClusters) cluster_block<kPlain, kOp, A, B, H, Layout, kSteps>(p);
 }
 
 // ---- Host ----
@@ -872,16 +784,17 @@ inline Args args_of(const Problem& p, const ClusterPlan& plan) {
   return args;
 }
 
-template <Via kVia, bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
-cudaError_t launch_via(const Args& args, const ClusterPlan& plan, cudaStream_t stream) {
-  const auto kernel = cluster_kernel<kVia, kPlain, kOp, A, B, H, Layout, kSteps>;
+template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
+  const auto kernel = cluster_kernel<kPlain, kOp, A, B, H, Layout, kSteps>;
+  // Of code for an older GPU that this one runs, too, the kernel is empty.
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess && attributes.ptxVersion < 90) return cudaErrorNotSupported;
   const int threads = 32 * plan.warps;
   const int bytes = threads * Segment<kOp, A, B, H, Layout, kSteps>::kThreadBytes;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  const bool in_cluster = kVia == Via::kCluster && plan.ranks > 1;
-  if (error == cudaSuccess && in_cluster && plan.ranks > 8) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
@@ -893,34 +806,24 @@ cudaError_t launch_via(const Args& args, const ClusterPlan& plan, cudaStream_t s
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = in_cluster ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
-template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
-cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, void* workspace,
-                      cudaStream_t stream) {
-  Args args = args_of(problem, plan);
-  if (!plan.two_kernels) {
-    return launch_via<Via::kCluster, kPlain, kOp, A, B, H, Layout, kSteps>(args, plan, stream);
+  config.numAttrs = plan.ranks > 1 ? 1 : 0;
+  if (plan.ranks > kPortableRanks) {
+    // Not every GPU, or part of one, has so many multiprocessors side by side.
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    int clusters = 0;
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess || clusters == 0) {
+      cudaGetLastError();
+      return cudaErrorNotSupported;
+    }
   }
-  const int64_t places = plan.ranks * plan.groups * (Layout::kChannels << plan.lanes_log2);
-  args.maps = workspace;
-  args.states = static_cast<char*>(workspace) +
-                align_up(static_cast<size_t>(places) * 2 * sizeof(StateOf<B>));
-  Args first = args;
-  first.has_h = false;
-  const cudaError_t error =
-      launch_via<Via::kMaps, kPlain, kOp, A, B, H, Layout, kSteps>(first, plan, stream);
-  if (error != cudaSuccess) return error;
-  return launch_via<Via::kStates, kPlain, kOp, A, B, H, Layout, kSteps>(args, plan, stream);
+  return cudaLaunchKernelEx(&config, kernel, args_of(problem, plan));
 }
 
 }  // namespace cluster
 
 template <class A, class B, class H, class Layout, int kSteps>
-cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, void* workspace,
-                           cudaStream_t stream) {
+cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
   constexpr Op kScan = Op::kScan, kCotangent = Op::kCotangent;
   const int64_t tile = int64_t{plan.warps} * (32 >> plan.lanes_log2) * kSteps;
   const bool plain = !problem.reset.data && problem.time == plan.ranks * tile;
@@ -929,7 +832,7 @@ cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, void
                                   : cluster::launch_op<false, kCotangent, A, B, H, Layout, kSteps>
                       : plain ? cluster::launch_op<true, kScan, A, B, H, Layout, kSteps>
                               : cluster::launch_op<false, kScan, A, B, H, Layout, kSteps>;
-  return launch(problem, plan, workspace, stream);
+  return launch(problem, plan, stream);
 }
 
 }  // namespace jax_scan

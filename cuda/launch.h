@@ -58,8 +58,7 @@ cudaError_t launch_chained(const Problem& problem, const Device& device, void* w
 
 // Scan and cotangent; a thread holds kSteps steps.
 template <class A, class B, class H, class Layout, int kSteps>
-cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, void* workspace,
-                           cudaStream_t stream);
+cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
 
 template <class S>
 cudaError_t launch_general(const Problem& problem, const Device& device, void* workspace,
