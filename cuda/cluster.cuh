@@ -294,8 +294,8 @@ class Segment {
 
   // Shared memory: in rows a step's h, in lines all that is read.
   static constexpr int kSlotBytes = kChannels * static_cast<int>(sizeof(H));
-  static constexpr int kThreadBytes = kLine                 ? (kWithH ? 3 : 2) * Lines < A,
-                       kLine ? kSteps : 16 > ::kThreadBytes : (kWithH ? kSteps* kSlotBytes : 0);
+  static constexpr int kLineBytes = (kWithH ? 3 : 2) * Lines<A, kSteps>::kThreadBytes;
+  static constexpr int kThreadBytes = kLine ? kLineBytes : kWithH ? kSteps * kSlotBytes : 0;
 
   // Bit step * kChannels + channel: the link to the past is cut.
   using Cuts = std::conditional_t<kSteps * kChannels <= 32, uint32_t, uint64_t>;
@@ -532,10 +532,10 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
   using R = Real<S>;
   constexpr int kChannels = Layout::kChannels;
   constexpr unsigned kAll = 0xffffffffu;
-  constexpr int kBatch = 8;
+  constexpr int kWarpBatch = kClusterWarps / 2, kBatch = 8;
 
   extern __shared__ __align__(16) char shared[];
-  __shared__ Message<S> of_warps[kMostClusterWarps][32];  // [][channel]
+  __shared__ Message<S> of_warps[kClusterWarps][32];  // [][channel]
   __shared__ Message<S> of_blocks[kMostRanks][32];
   __shared__ S states[kMostRanks][32];  // that come out of blocks without a map
   __shared__ S carry[32];
@@ -714,13 +714,8 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
 }
 
 // Blocks that a multiprocessor is meant to hold: two where that costs no spills.
-constexpr int cluster_blocks(bool plain, Op op, int warps) {
-  return plain && op == Op::kScan ? kMostClusterWarps / warps : 1;
-}
-
-template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps,
-          int kWarps = cluster_warps(Layout::kChannels * kSteps)>
-__global__ void __launch_bounds__(32 * kWarps, cluster_blocks(kPlain, kOp, kWarps))
+template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
+__global__ void __launch_bounds__(32 * kClusterWarps, kOp == Op::kScan && kPlain ? 2 : 1)
     cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
   if constexpr (kHasClusters) cluster_block<kPlain, kOp, A, B, H, Layout, kSteps>(p);
 }

@@ -222,8 +222,6 @@ ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
                     cluster_kernel<float, float, float, Rows<1>, 8>()});
     case DType::kBF16:
       return first({cluster_kernel<BFloat16, BFloat16, BFloat16, Rows<4>, 8>()});
-    case DType::kC64:
-      return first({cluster_kernel<Complex64, Complex64, Complex64, Rows<2>, 4>()});
     default:
       return {};
   }

@@ -260,15 +260,9 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 
 // ---- The cluster of blocks that takes all of time (cluster.cuh) ----
 
-inline constexpr int kMostClusterWarps = 16;  // of a block
-inline constexpr int kWarpBatch = 4;          // they are so many or a multiple of it
+inline constexpr int kClusterWarps = 8;   // of a block, or half of them
 inline constexpr int kPortableRanks = 8;  // blocks of a cluster that every GPU with clusters has
 inline constexpr int kMostRanks = 16;
-
-// The most warps of a block whose threads hold so many elements of each operand in registers.
-JAX_SCAN_HD constexpr int cluster_warps(int elements) {
-  return elements > 16 ? kMostClusterWarps / 2 : kMostClusterWarps;
-}
 
 struct ClusterPlan {
   int64_t groups = 0;      // clusters; 0: the problem is not one for this path
@@ -281,33 +275,45 @@ struct ClusterPlan {
 // to (1,2048,1024) in fp32.
 inline constexpr int64_t kClusterBytes = 64 * 1024;
 
-// The plan of least time, in ns beyond what all plans take, where a thread holds `steps` steps of
-// `channels_of_thread` channels. The model is fitted to kernels in a graph on an H200: 120 ns for
-// 1024 elements of a multiprocessor, a quarter more in pieces of 64 bytes of a row and three times
-// as much in smaller ones; 100 ns for a block of the cluster and 40 for a warp of the block.
+// The pieces of rows that a block may take, and how large a cluster is then worth having, best
+// first. us in a graph on an H200, (2,4096,64) in fp32, forward and backward:
+//   64 bytes, 8 ranks 3.9 5.2   64 bytes, 16 ranks 4.4 6.2   128 bytes, 16 ranks 4.6 6.4
+//   32 bytes, 8 ranks 4.7 6.5   16 bytes, 4 ranks 7.5 10.7
+// Where 128 bytes need no more than 8 ranks they are best: (1,2048,1024) 8.2 14.4, with 64 bytes
+// 8.1 18.7.
+struct Pieces {
+  int bytes;
+  int ranks;
+};
+inline constexpr Pieces kPieces[] = {{128, 8}, {64, 8}, {64, 16}, {32, 8}, {32, 16}};
+
+// For a kernel whose threads hold `steps` steps of `channels_of_thread` channels.
 constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps, int bytes,
                                    int64_t channels, int64_t time, int multiprocessors) {
-  ClusterPlan plan{};
-  if (channels * time * bytes > multiprocessors * kClusterBytes) return plan;
-  int64_t least = INT64_MAX;
-  const int most_warps = cluster_warps(channels_of_thread * steps);
-  for (int lanes_log2 = 0; lanes_log2 <= 5; ++lanes_log2) {
-    const int64_t width = int64_t{channels_of_thread} << lanes_log2;
-    if (width > 32 || (lanes_log2 > 0 && (line || width / 2 >= channels))) break;
-    const int64_t groups = divide_up(channels, width);
-    const int64_t pieces = line || width * bytes >= 128 ? 4 : width * bytes >= 64 ? 5 : 12;
-    for (int warps = kWarpBatch; warps <= most_warps; warps *= 2) {
-      const int64_t ranks = divide_up(time, int64_t{warps} * (32 >> lanes_log2) * steps);
-      if (ranks > kMostRanks || groups > UINT16_MAX) continue;
-      const int64_t busy = std::min(groups * ranks, int64_t{multiprocessors});
-      const int64_t cost = channels * time / busy * 30 * pieces / 1024 + 100 * ranks + 40 * warps;
-      if (cost < least) {
-        least = cost;
-        plan = {groups, static_cast<int32_t>(ranks), warps, lanes_log2};
-      }
+  if (channels * time * bytes > multiprocessors * kClusterBytes) return {};
+  for (const Pieces& pieces : kPieces) {
+    // Lines in large clusters gain nothing over chained.cuh.
+    if (line && pieces.ranks > kPortableRanks) break;
+    int lanes_log2 = 0;
+    const auto width = [&] { return int64_t{channels_of_thread} << lanes_log2; };
+    while (!line && width() < channels && 2 * width() <= 32 &&
+           2 * width() * bytes <= pieces.bytes) {
+      ++lanes_log2;
     }
+    const int64_t groups = divide_up(channels, width());
+    const int64_t of_warp = (32 >> lanes_log2) * steps;
+    int64_t ranks = divide_up(time, kClusterWarps * of_warp);
+    if (groups > UINT16_MAX || ranks > pieces.ranks) continue;
+    // Smaller blocks where there are few: more multiprocessors take part.
+    int warps = kClusterWarps;
+    const int64_t twice = divide_up(time, kClusterWarps / 2 * of_warp);
+    if (twice <= pieces.ranks && (twice == ranks || 2 * groups * ranks < multiprocessors)) {
+      warps = kClusterWarps / 2;
+      ranks = twice;
+    }
+    return {groups, static_cast<int32_t>(ranks), warps, lanes_log2};
   }
-  return plan;
+  return {};
 }
 
 // ---- The workspace ----
