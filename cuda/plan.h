@@ -325,8 +325,9 @@ constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps,
 constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   const size_t channels = static_cast<size_t>(outer) * inner;
   const size_t tiles = divide_up(time, 128), bytes = byte_size(state);
-  const size_t places = tiles * std::min(channels + kMostChannels, 2 * channels);
-  const size_t chained = 768 + places * 4 * bytes + tiles * channels * bytes;
+  const size_t places = tiles > 1 ? tiles * std::min(channels + kMostChannels, 2 * channels) : 0;
+  const size_t sums = op == Op::kCotangent ? tiles * channels * bytes : 0;
+  const size_t chained = 768 + places * 4 * bytes + sums;
   return std::max(general_tiling(op, outer, time, inner, state).bytes, chained);
 }
 

@@ -70,7 +70,9 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
     const int steps = segment_steps(k.line, k.channels_of_thread, k.bytes);
     const Tiling t =
         chained_tiling(k.line, k.channels_of_thread, steps, k.state_bytes, channels, time);
-    holds(t.bytes <= all, "workspace of the chained path");
+    // A scan has no sums.
+    const size_t bytes = op == Op::kCotangent ? t.bytes : t.sums_offset;
+    holds(bytes <= all, "workspace of the chained path");
     holds(t.channels <= kMostChannels, "channels of a tile");
     holds(t.tiles * t.tile_steps >= time, "tiles cover time");
     holds(int64_t{t.groups} * t.channels >= channels, "tiles cover channels");
