@@ -43,6 +43,12 @@ from jax_scan._reference import Operands, Recurrence, full_shape, step_shape
 AxisName = str | tuple[str, ...]
 Pair = tuple[jax.Array, jax.Array]
 
+# The fewest first steps after which to look whether a shard has forgotten what was before it, and
+# how many times more each further look takes. A thousand steps take as long as starting a kernel.
+_PREFIX = 1024
+_RATIO = 8
+# What a smaller factor counts as there.
+_LEAST = 1 / 16
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 # The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
@@ -281,12 +287,17 @@ def _scan(
 ) -> tuple[jax.Array, jax.Array | None]:
     """h of the own shard, and the last state of all."""
     full = full_shape(recurrence, [x.shape for x in operands.values()])
-    step = step_shape(full, recurrence.axis)
     index, count = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    h0 = operands.get("h0", np.zeros((), recurrence.state))
-    given = _vary_alike({**operands, "h0": jnp.broadcast_to(h0, step), "index": index})
+    given = _vary_alike({**operands, "index": index})
     del given["index"]
-    h, last, _, _ = _shard(recurrence._replace(has_h0=True), dtype, axis_name, given)
+    if count == 1:
+        h, last = _primitives.scan(recurrence, given, dtype, with_state)
+    else:
+        h0 = given.get("h0", np.zeros((), recurrence.state))
+        given["h0"] = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
+        given = _vary_alike({**given, "index": index})
+        del given["index"]
+        h, last, *_ = _shard(recurrence._replace(has_h0=True), dtype, axis_name, given)
     if not with_state:
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
@@ -297,44 +308,73 @@ def _scan(
 def _shard(
     recurrence: Recurrence, dtype: Any, axis_name: tuple[str, ...], operands: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """h and the last state of the own shard, the state before it, and the maps that led to it."""
-    h0 = operands["h0"]
-    parts = [
-        _product(recurrence, operands),
-        _primitives.last_state(recurrence, {**operands, "h0": _like(h0, 0)}),
-    ]
+    """h and the last state of the own shard; then what the derivatives read.
+
+    That is the state before the shard, the maps that led to it, and how far it reaches.
+    """
+    prefixes = _prefixes(recurrence)
+    # The first shard starts from h0, the others from zero until they know better.
+    is_first = _rank(recurrence, axis_name) == 0
+    given = {**operands, "h0": jnp.where(is_first, operands["h0"], _like(operands["h0"], 0))}
+    if prefixes:
+        h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, True))
+    else:
+        last = _primitives.last_state(recurrence, given)
+    product, reach = _reach(recurrence, prefixes, operands)
+    parts = [product, last]
     if "reset" in operands:
         # A is zero then, but zero times a state that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
         parts.append(cut.astype(recurrence.state))
-    own = jnp.stack([jnp.broadcast_to(part, h0.shape) for part in parts])
+    own = jnp.stack([jnp.broadcast_to(part, last.shape) for part in parts])
     exchange = _gathered if lax.axis_size(axis_name) <= _GATHERED else _doubled
-    before, maps = exchange(recurrence, axis_name, h0, own)
-    outs = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
-    return *cast(Pair, outs), before, maps
+    more, maps = exchange(recurrence, axis_name, own)
+    before = jnp.where(is_first, operands["h0"], more)
+
+    def whole(*_):
+        return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
+
+    def first_steps(count, h, last):
+        part = recurrence._replace(length=count)
+        start = _first_steps(recurrence, count, operands) | {"h0": before}
+        start, _ = _primitives.scan(part, start, dtype)
+        at = recurrence.length - count if recurrence.reverse else 0
+        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), last
+
+    if prefixes:
+        branches = [lambda *same: same, *(partial(first_steps, n) for n in prefixes), whole]
+        redone = jnp.where(jnp.all(jnp.isfinite(more)), 1 + reach.astype(np.int32), len(prefixes) + 1)
+        h, last = lax.switch(jnp.where(jnp.all(more == 0), 0, redone), branches, h, last)
+    else:
+        h, last = whole()
+    return h, last, before, maps, reach
 
 
 def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
-    """dh = tangent(a, h, s; da, db, 0) + tangent(a; ds), see above."""
+    """dh = tangent(a, h, s; da, db, dh0 of the first shard) + tangent(a; ds), see above."""
     (operands,), (dots,) = primals, tangents
     outs = _shard(recurrence, dtype, axis_name, operands)
-    h, last, before, maps = outs
+    h, last, before, maps, reach = outs
     dots = {f"d{k}": t for k, t in dots.items() if k != "reset" and not isinstance(t, SymbolicZero)}
-    initial = dots.pop("dh0", _like(before, 0))
+    is_first = _rank(recurrence, axis_name) == 0
+    dh0 = dots.get("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
-        first = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
-        dh, dlast = cast(Pair, first)
+        if "dh0" in dots:
+            dots["dh0"] = jnp.where(is_first, dh0, _like(dh0, 0))
+        given = shared | primal | dots
+        dh, dlast = cast(Pair, _primitives.tangent(recurrence, given, dtype, True))
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
 
     gathered = lax.axis_size(axis_name) <= _GATHERED
     exchange = _gathered_tangent if gathered else _doubled_tangent
-    dbefore = exchange(recurrence, axis_name, initial, dlast, maps)
-    second = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
-    dh, dlast = jax.tree.map(jnp.add, (dh, dlast), cast(Pair, second))
+    dmore = exchange(recurrence, axis_name, dlast, maps)
+    second = _passed_on(recurrence, dtype, shared, reach, dmore)
+    dh, dlast = jax.tree.map(jnp.add, (dh, dlast), second)
+    dbefore = jnp.where(is_first, dh0, dmore)
 
     # Only a derivative of the derivative reads that of A, and nothing that of H.
     dmaps = _like(maps, 0)
@@ -348,7 +388,7 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
 
         dproducts = jax.jvp(products, (operands["a"],), (dots["da"],))[1]
         dmaps = dmaps.at[:, 0].set(dproducts)
-    return outs, (dh, dlast, dbefore, dmaps)
+    return outs, (dh, dlast, dbefore, dmaps, _like(reach, 0))
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
@@ -363,6 +403,95 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
     shape = (1,) * operands["a"].ndim
     one, zero = jnp.ones(shape, recurrence.state), jnp.zeros(shape, recurrence.state)
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
+
+
+# ---- How far the state before a shard reaches ----------------------------------------------------
+#
+# Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
+# state before the shard matters to these steps alone. So h is scanned from zero while the maps are
+# exchanged, and then only its first steps again. How many is decided on the device, among a few
+# lengths, for all channels together.
+
+
+def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
+    """After how many steps to look whether the shard has forgotten; the whole shard is not listed.
+
+    None where XLA splits other axes by itself: a decision would have to be exchanged.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    if any(mesh.shape[name] > 1 for name in automatic):
+        return ()
+    found, count = [], _PREFIX
+    while _RATIO * count <= recurrence.length:
+        found.append(count)
+        count *= _RATIO
+    return tuple(found)
+
+
+def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[str, jax.Array]):
+    """A, and which prefix forgets; that of the index len(prefixes) is the whole shard.
+
+    Small factors count as _LEAST each, so that a product without some of them is still nothing: the
+    derivatives of the product, of any order, are then zero too.
+    """
+    real = recurrence._replace(state=np.dtype(jnp.finfo(recurrence.state).dtype))
+
+    def look(index):
+        if index == len(prefixes):
+            product = _product(recurrence, operands)
+            return product, _vary_like(product, jnp.float32(index))
+        count = prefixes[index]
+        given = _first_steps(recurrence, count, operands)
+        size = jnp.abs(given["a"])
+        given["a"] = lax.max(size, _like(size, _LEAST))
+        product = _product(real._replace(length=count), given)
+        return lax.cond(
+            jnp.all(product == 0),
+            lambda: (product.astype(recurrence.state), _vary_like(product, jnp.float32(index))),
+            lambda: look(index + 1),
+        )
+
+    return look(0)
+
+
+def _first_steps(
+    recurrence: Recurrence, count: int, operands: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The operands of the first steps; what is the same at all steps stays as it is."""
+    axis, length = recurrence.axis, recurrence.length
+    ends = (length - count, length) if recurrence.reverse else (0, count)
+    return {
+        name: lax.slice_in_dim(x, *ends, axis=axis) if x.shape[axis] == length else x
+        for name, x in operands.items()
+    }
+
+
+def _passed_on(
+    recurrence: Recurrence,
+    dtype: Any,
+    shared: dict[str, jax.Array],
+    reach: jax.Array,
+    ds: jax.Array,
+) -> Pair:
+    """tangent(a; ds), linear in ds; zero after the steps that it reaches."""
+    prefixes = _prefixes(recurrence)
+
+    def whole(ds):
+        return cast(Pair, _primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
+
+    def first_steps(count, ds):
+        part = recurrence._replace(length=count)
+        given = _first_steps(recurrence, count, shared) | {"dh0": ds}
+        dh, _ = _primitives.tangent(part, given, dtype)
+        rest = recurrence.length - count
+        padding = [(0, 0, 0)] * dh.ndim
+        padding[recurrence.axis] = (rest, 0, 0) if recurrence.reverse else (0, rest, 0)
+        return lax.pad(dh, jnp.zeros((), dtype), padding), _like(ds, 0)
+
+    if not prefixes:
+        return whole(ds)
+    return lax.switch(reach.astype(np.int32), [*(partial(first_steps, n) for n in prefixes), whole], ds)
 
 
 # ---- The exchange: from the maps of all shards to the state before the own one -------------------
@@ -383,12 +512,12 @@ def _cut(maps: jax.Array) -> jax.Array:
     return maps[2] != 0 if len(maps) > 2 else jnp.zeros_like(maps[0], bool)
 
 
-def _gathered(recurrence, axis_name, first, own) -> Pair:
-    """The state before the own shard, `first` before the first one; and the maps of all shards."""
+def _gathered(recurrence, axis_name, own) -> Pair:
+    """The state before the own shard, zero before the first one; and the maps of all shards."""
     maps = lax.all_gather(own, axis_name)
     _, every = lax.scan(
         lambda s, shard: (_apply(shard, s), s),
-        first,
+        _like(own[1], 0),
         maps,
         reverse=recurrence.reverse,
         unroll=min(len(maps), _UNROLL),
@@ -396,22 +525,22 @@ def _gathered(recurrence, axis_name, first, own) -> Pair:
     return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False), maps
 
 
-def _gathered_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
-    """Its tangent, linear in those of `first` and of all last states: a scan over the shards."""
-    shards = Recurrence(0, len(maps), recurrence.reverse, True, recurrence.state)
+def _gathered_tangent(recurrence, axis_name, last, maps) -> jax.Array:
+    """Its tangent, linear in those of all last states: a scan over the shards."""
+    shards = Recurrence(0, len(maps), recurrence.reverse, False, recurrence.state)
     states = lax.all_gather(last, axis_name)
     # A product that has overflowed must not make a NaN of a tangent that is zero.
-    operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states, "h0": first[None]}
+    operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states}
     if maps.shape[1] > 2:
         operands["reset"] = maps[:, 2] != 0
     after, _ = _primitives.scan(shards, operands, recurrence.state)
     index, reverse = lax.axis_index(axis_name), recurrence.reverse
     previous = jnp.clip(index + (1 if reverse else -1), 0, len(maps) - 1)
     before = lax.dynamic_index_in_dim(after, previous, keepdims=False)
-    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+    return jnp.where(_rank(recurrence, axis_name) == 0, _like(before, 0), before)
 
 
-def _doubled(recurrence, axis_name, first, own) -> Pair:
+def _doubled(recurrence, axis_name, own) -> Pair:
     """As `_gathered`; the maps are those of the own shard and of 1, 3, 7, ... before it with it."""
     rank, levels, distance = _rank(recurrence, axis_name), [own], 1
     while distance < lax.axis_size(axis_name):
@@ -422,11 +551,10 @@ def _doubled(recurrence, axis_name, first, own) -> Pair:
         own = jnp.where(rank >= distance, jnp.stack(composed), own)
         levels.append(own)
         distance *= 2
-    after = _from_before(recurrence, axis_name, _apply(own, first), 1)
-    return jnp.where(rank == 0, first, after), jnp.stack(levels)
+    return _from_before(recurrence, axis_name, own[1], 1), jnp.stack(levels)
 
 
-def _doubled_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
+def _doubled_tangent(recurrence, axis_name, last, maps) -> jax.Array:
     """As `_gathered_tangent`."""
 
     def times(level, x):
@@ -435,9 +563,7 @@ def _doubled_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
 
     for level in range(len(maps) - 1):
         last = last + times(level, _from_before(recurrence, axis_name, last, 2**level))
-    after = last + times(len(maps) - 1, first)
-    before = _from_before(recurrence, axis_name, after, 1)
-    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+    return _from_before(recurrence, axis_name, last, 1)
 
 
 def _doubled_products(recurrence, axis_name, product, maps) -> jax.Array:
@@ -471,7 +597,11 @@ def _from_before(recurrence, axis_name, x: jax.Array, distance: int) -> jax.Arra
 
 def _like(x: jax.Array, value: float) -> jax.Array:
     """A constant like `x`, which varies over the same manual axes."""
-    return _vary_alike({"x": x, "new": jnp.full(x.shape, value, x.dtype)})["new"]
+    return _vary_like(x, jnp.full(x.shape, value, x.dtype))
+
+
+def _vary_like(x: jax.Array, constant: jax.Array) -> jax.Array:
+    return _vary_alike({"x": x, "new": constant})["new"]
 
 
 def _vary_alike(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
