@@ -33,12 +33,14 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from jax_scan import _api, _compat, _primitives
-from jax_scan._reference import Operands, Recurrence, full_shape, step_shape
+from jax_scan._reference import Operands, Recurrence, Result, full_shape, step_shape
 
 AxisName = str | tuple[str, ...]
 Pair = tuple[jax.Array, jax.Array]
@@ -372,8 +374,13 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     gathered = lax.axis_size(axis_name) <= _GATHERED
     exchange = _gathered_tangent if gathered else _doubled_tangent
     dmore = exchange(recurrence, axis_name, dlast, maps)
-    second = _passed_on(recurrence, dtype, shared, reach, dmore)
-    dh, dlast = jax.tree.map(jnp.add, (dh, dlast), second)
+    prefixes = _prefixes(recurrence)
+    if prefixes:
+        given = {**shared, "reach": reach, "ds": dmore}
+        second = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
+    else:
+        second = _primitives.tangent(recurrence, shared | {"dh0": dmore}, dtype, True)
+    dh, dlast = map(jnp.add, (dh, dlast), cast(Pair, second))
     dbefore = jnp.where(is_first, dh0, dmore)
 
     # Only a derivative of the derivative reads that of A, and nothing that of H.
@@ -467,31 +474,136 @@ def _first_steps(
     }
 
 
+# tangent(a; ds) is an operation of its own, and so is its transpose: of a conditional JAX would hand
+# all that its branches read from the first pass to the second as copies.
+
+
 def _passed_on(
-    recurrence: Recurrence,
-    dtype: Any,
-    shared: dict[str, jax.Array],
-    reach: jax.Array,
-    ds: jax.Array,
-) -> Pair:
-    """tangent(a; ds), linear in ds; zero after the steps that it reaches."""
-    prefixes = _prefixes(recurrence)
+    operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: tuple[int, ...], dtype
+) -> list[jax.Array]:
+    """dh and dlast from a, reset, reach and ds; dh is zero after the steps that ds reaches."""
 
-    def whole(ds):
-        return cast(Pair, _primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
-
-    def first_steps(count, ds):
-        part = recurrence._replace(length=count)
+    def first_steps(count, shared, ds):
         given = _first_steps(recurrence, count, shared) | {"dh0": ds}
-        dh, _ = _primitives.tangent(part, given, dtype)
+        dh, _ = _primitives.tangent(recurrence._replace(length=count), given, dtype)
         rest = recurrence.length - count
         padding = [(0, 0, 0)] * dh.ndim
         padding[recurrence.axis] = (rest, 0, 0) if recurrence.reverse else (0, rest, 0)
-        return lax.pad(dh, jnp.zeros((), dtype), padding), _like(ds, 0)
+        return [lax.pad(dh, jnp.zeros((), dtype), padding), _like(ds, 0)]
 
-    if not prefixes:
-        return whole(ds)
-    return lax.switch(reach.astype(np.int32), [*(partial(first_steps, n) for n in prefixes), whole], ds)
+    def whole(shared, ds):
+        return list(_primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
+
+    shared = {name: operands[name] for name in ("a", "reset") if name in operands}
+    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    return lax.switch(operands["reach"].astype(np.int32), branches, shared, operands["ds"])
+
+
+def _passed_back(
+    operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: tuple[int, ...], dtype
+) -> list[jax.Array]:
+    """The transpose: the cotangent of ds from a, reset, reach and g, gstate or both."""
+    shape = _one_step(recurrence, next(operands[k].shape for k in ("g", "gstate") if k in operands))
+    wanted = [Result("dh0", shape, recurrence.state)]
+
+    def first_steps(count, given):
+        # The last state does not depend on ds.
+        given = {name: x for name, x in given.items() if name != "gstate"}
+        if "g" not in given:
+            return [jnp.zeros(shape, recurrence.state)]
+        part = recurrence._replace(length=count)
+        return _primitives.cotangent(part, _first_steps(recurrence, count, given), wanted)
+
+    def whole(given):
+        return _primitives.cotangent(recurrence, given, wanted)
+
+    given = {name: x for name, x in operands.items() if name != "reach"}
+    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    return lax.switch(operands["reach"].astype(np.int32), branches, given)
+
+
+def _one_step(recurrence: Recurrence, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return step_shape(shape, recurrence.axis)
+
+
+def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
+    """`function` of named operands as a primitive that is linear in some of them."""
+    primitive = Primitive(f"linear_scan{function.__name__}")
+    primitive.multiple_results = True
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+
+    def call(*args, names, **params):
+        return function(dict(zip(names, args, strict=True)), **params)
+
+    def batch(args, dims, **params):
+        outs = jax.vmap(partial(call, **params), in_axes=tuple(dims))(*args)
+        return outs, [0] * len(outs)
+
+    def jvp(primals, tangents, *, names, **params):
+        outs = primitive.bind(*primals, names=names, **params)
+        named = dict(zip(names, primals, strict=True))
+        dots = {
+            name: t
+            for name, t in zip(names, tangents, strict=True)
+            if name in ("a", *linear) and not isinstance(t, ad.Zero)
+        }
+        if "a" in dots:
+            moving = {name: named[name] for name in dots}
+            return jax.jvp(lambda moving: function(named | moving, **params), (moving,), (dots,))
+        constant = {name: x for name, x in named.items() if name not in linear}
+        return outs, _bind(primitive, constant | dots, **params)
+
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True))
+    return primitive
+
+
+def _bind(primitive: Primitive, operands: dict[str, jax.Array], **params: Any) -> list[jax.Array]:
+    operands = _vary_alike(operands)
+    return primitive.bind(*operands.values(), names=tuple(operands), **params)
+
+
+_ONWARD = _new(_passed_on, ("ds",))
+_BACK = _new(_passed_back, ("g", "gstate"))
+
+
+@_ONWARD.def_abstract_eval
+def _(*avals, names, recurrence, dtype, **_):
+    ds = avals[names.index("ds")]
+    axis, shape = recurrence.axis, ds.shape
+    full = (*shape[:axis], recurrence.length, *shape[axis + 1 :])
+    return [ds.update(shape=full, dtype=dtype), ds]
+
+
+@_BACK.def_abstract_eval
+def _(*avals, names, recurrence, **_):
+    given = avals[names.index("g" if "g" in names else "gstate")]
+    return [given.update(shape=_one_step(recurrence, given.shape), dtype=recurrence.state)]
+
+
+def _transpose_onward(cotangents, *args, names, **params):
+    named = dict(zip(names, args, strict=True))
+    ds = named.pop("ds").aval
+    given = dict(zip(("g", "gstate"), cotangents, strict=True))
+    given = {name: ct for name, ct in given.items() if not isinstance(ct, ad.Zero)}
+    out = _bind(_BACK, named | given, **params)[0] if given else ad.Zero(ds)
+    return [out if name == "ds" else None for name in names]
+
+
+def _transpose_back(cotangents, *args, names, recurrence, prefixes, dtype):
+    named = dict(zip(names, args, strict=True))
+    (ds,) = cotangents
+    if isinstance(ds, ad.Zero):
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+    given = {name: x for name, x in named.items() if name not in ("g", "gstate")} | {"ds": ds}
+    dh, dlast = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
+    found = {"g": dh, "gstate": dlast}
+    return [found[name] if ad.is_undefined_primal(named[name]) else None for name in names]
+
+
+ad.primitive_transposes[_ONWARD] = _transpose_onward
+ad.primitive_transposes[_BACK] = _transpose_back
 
 
 # ---- The exchange: from the maps of all shards to the state before the own one -------------------
