@@ -290,31 +290,35 @@ def _scan(
     """h of the own shard, and the last state of all."""
     full = full_shape(recurrence, [x.shape for x in operands.values()])
     index, count = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    given = _vary_alike({**operands, "index": index})
-    del given["index"]
-    if count == 1:
-        h, last = _primitives.scan(recurrence, given, dtype, with_state)
-    else:
-        h0 = given.get("h0", np.zeros((), recurrence.state))
+    given = {**operands, "index": index}
+    if count > 1:
+        h0 = operands.get("h0", np.zeros((), recurrence.state))
         given["h0"] = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
-        given = _vary_alike({**given, "index": index})
-        del given["index"]
-        h, last, *_ = _shard(recurrence._replace(has_h0=True), dtype, axis_name, given)
+        recurrence = recurrence._replace(has_h0=True)
+    given = _vary_alike(given)
+    del given["index"]
+    if count > 1:
+        h, last, *_ = _shard(recurrence, _prefixes(recurrence), dtype, axis_name, given)
+    else:
+        h, last = _primitives.scan(recurrence, given, dtype, with_state)
     if not with_state:
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
     return h, lax.psum(jnp.where(ours, last, jnp.zeros_like(last)), axis_name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _shard(
-    recurrence: Recurrence, dtype: Any, axis_name: tuple[str, ...], operands: dict[str, jax.Array]
+    recurrence: Recurrence,
+    prefixes: tuple[int, ...],
+    dtype: Any,
+    axis_name: tuple[str, ...],
+    operands: dict[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
     """h and the last state of the own shard; then what the derivatives read.
 
     That is the state before the shard, the maps that led to it, and how far it reaches.
     """
-    prefixes = _prefixes(recurrence)
     # The first shard starts from h0, the others from zero until they know better.
     is_first = _rank(recurrence, axis_name) == 0
     given = {**operands, "h0": jnp.where(is_first, operands["h0"], _like(operands["h0"], 0))}
@@ -345,17 +349,17 @@ def _shard(
 
     if prefixes:
         branches = [lambda *same: same, *(partial(first_steps, n) for n in prefixes), whole]
-        redone = jnp.where(jnp.all(jnp.isfinite(more)), 1 + reach.astype(np.int32), len(prefixes) + 1)
-        h, last = lax.switch(jnp.where(jnp.all(more == 0), 0, redone), branches, h, last)
+        steps = jnp.where(_everywhere(jnp.isfinite(more)), reach, len(prefixes)).astype(np.int32)
+        h, last = lax.switch(jnp.where(_everywhere(more == 0), 0, 1 + steps), branches, h, last)
     else:
         h, last = whole()
     return h, last, before, maps, reach
 
 
-def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
+def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     """dh = tangent(a, h, s; da, db, dh0 of the first shard) + tangent(a; ds), see above."""
     (operands,), (dots,) = primals, tangents
-    outs = _shard(recurrence, dtype, axis_name, operands)
+    outs = _shard(recurrence, prefixes, dtype, axis_name, operands)
     h, last, before, maps, reach = outs
     dots = {f"d{k}": t for k, t in dots.items() if k != "reset" and not isinstance(t, SymbolicZero)}
     is_first = _rank(recurrence, axis_name) == 0
@@ -374,7 +378,6 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
     gathered = lax.axis_size(axis_name) <= _GATHERED
     exchange = _gathered_tangent if gathered else _doubled_tangent
     dmore = exchange(recurrence, axis_name, dlast, maps)
-    prefixes = _prefixes(recurrence)
     if prefixes:
         given = {**shared, "reach": reach, "ds": dmore}
         second = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
@@ -454,12 +457,23 @@ def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[
         given["a"] = lax.max(size, _like(size, _LEAST))
         product = _product(real._replace(length=count), given)
         return lax.cond(
-            jnp.all(product == 0),
+            _everywhere(product == 0),
             lambda: (product.astype(recurrence.state), _vary_like(product, jnp.float32(index))),
             lambda: look(index + 1),
         )
 
     return look(0)
+
+
+@jax.custom_batching.custom_vmap
+def _everywhere(x: jax.Array) -> jax.Array:
+    """Whether all of x is true, under `jax.vmap` too: a decision for each would have all done."""
+    return jnp.all(x)
+
+
+@_everywhere.def_vmap
+def _(size, mapped, x):
+    return _everywhere(x), False
 
 
 def _first_steps(
@@ -474,8 +488,8 @@ def _first_steps(
     }
 
 
-# tangent(a; ds) is an operation of its own, and so is its transpose: of a conditional JAX would hand
-# all that its branches read from the first pass to the second as copies.
+# tangent(a; ds) is a primitive, and so is its transpose. A conditional alone would be taken apart by
+# JAX, which copies what the branches read to hand it from one part to the other.
 
 
 def _passed_on(
@@ -503,7 +517,8 @@ def _passed_back(
     operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: tuple[int, ...], dtype
 ) -> list[jax.Array]:
     """The transpose: the cotangent of ds from a, reset, reach and g, gstate or both."""
-    shape = _one_step(recurrence, next(operands[k].shape for k in ("g", "gstate") if k in operands))
+    given = {name: x for name, x in operands.items() if name != "reach"}
+    shape = step_shape(given["g" if "g" in given else "gstate"].shape, recurrence.axis)
     wanted = [Result("dh0", shape, recurrence.state)]
 
     def first_steps(count, given):
@@ -517,13 +532,8 @@ def _passed_back(
     def whole(given):
         return _primitives.cotangent(recurrence, given, wanted)
 
-    given = {name: x for name, x in operands.items() if name != "reach"}
     branches = [*(partial(first_steps, count) for count in prefixes), whole]
     return lax.switch(operands["reach"].astype(np.int32), branches, given)
-
-
-def _one_step(recurrence: Recurrence, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return step_shape(shape, recurrence.axis)
 
 
 def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
@@ -535,8 +545,18 @@ def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
     def call(*args, names, **params):
         return function(dict(zip(names, args, strict=True)), **params)
 
-    def batch(args, dims, **params):
-        outs = jax.vmap(partial(call, **params), in_axes=tuple(dims))(*args)
+    def batch(args, dims, *, names, recurrence, **params):
+        """The mapped axis becomes the first one; what reaches furthest decides for all."""
+        (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
+        operands = {}
+        for name, x, d in zip(names, args, dims, strict=True):
+            if name == "reach":
+                operands[name] = x if d is None else jnp.max(x)
+                continue
+            x = x[None] if d is None else jnp.moveaxis(x, d, 0)
+            operands[name] = jnp.broadcast_to(x, (size, *x.shape[1:])) if name in linear else x
+        recurrence = recurrence._replace(axis=recurrence.axis + 1)
+        outs = _bind(primitive, operands, recurrence=recurrence, **params)
         return outs, [0] * len(outs)
 
     def jvp(primals, tangents, *, names, **params):
@@ -579,7 +599,7 @@ def _(*avals, names, recurrence, dtype, **_):
 @_BACK.def_abstract_eval
 def _(*avals, names, recurrence, **_):
     given = avals[names.index("g" if "g" in names else "gstate")]
-    return [given.update(shape=_one_step(recurrence, given.shape), dtype=recurrence.state)]
+    return [given.update(shape=step_shape(given.shape, recurrence.axis), dtype=recurrence.state)]
 
 
 def _transpose_onward(cotangents, *args, names, **params):
