@@ -488,8 +488,8 @@ def _first_steps(
     }
 
 
-# tangent(a; ds) is a primitive, and so is its transpose. A conditional alone would be taken apart by
-# JAX, which copies what the branches read to hand it from one part to the other.
+# tangent(a; ds) is a primitive, and so is its transpose. Of a conditional JAX would make two, one
+# before the exchange and one after it, and copy from one to the other what the branches read.
 
 
 def _passed_on(
@@ -560,7 +560,6 @@ def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
         return outs, [0] * len(outs)
 
     def jvp(primals, tangents, *, names, **params):
-        outs = primitive.bind(*primals, names=names, **params)
         named = dict(zip(names, primals, strict=True))
         dots = {
             name: t
@@ -571,6 +570,7 @@ def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
             moving = {name: named[name] for name in dots}
             return jax.jvp(lambda moving: function(named | moving, **params), (moving,), (dots,))
         constant = {name: x for name, x in named.items() if name not in linear}
+        outs = primitive.bind(*primals, names=names, **params)
         return outs, _bind(primitive, constant | dots, **params)
 
     batching.primitive_batchers[primitive] = batch

@@ -708,7 +708,7 @@ def test_N1_what_is_not_finite_is_not_forgotten(value):
             h, expected = np.array(scan(*args)), oracle_of(case, given).values()[0]
             lost = np.isnan(h) & np.isinf(expected.value)
             assert not lost[:, : 2 * EACH].any()
-            h[lost] = np.inf
+            h[lost] = expected.value[lost]
             check(h, expected)
 
 
