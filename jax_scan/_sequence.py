@@ -6,7 +6,8 @@ Each device holds a run of consecutive steps, its *shard*. The shard's steps tog
 
 and a shard starts from what the shards before it make of h0. So a call is: A and H of the own
 shard, one exchange of both, the maps of all shards before the own one applied in their order, and
-the scan of the own shard from there.
+the scan of the own shard from there, or only of the first steps where no more than these depend on
+where it starts.
 
 The derivative is not that of these steps, which would run through the shard for A, for H and for h.
 The tangent of the whole scan is a scan with the same factors,
@@ -124,19 +125,25 @@ def sequence_parallel_scan(
         h = sequence_parallel_scan(a, b, sharding=NamedSharding(mesh, P(None, "time")))
 
     Value and derivatives are those of `linear_scan`, of any order and in both modes, up to
-    rounding, with two exceptions. Without `h0` the first factor is read; it must be finite. And a
-    state that is not zero passes a device's steps as A s + H, where A is the product of their
-    factors and H what they make of zero: where A overflows, so does the result.
+    rounding, with three exceptions. Over several devices and without `h0` the first factor is read;
+    it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
+    product of their factors and H what they make of zero: where A overflows, so does the result.
+    And a tangent or cotangent that is not finite passes no steps whose product has underflowed.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
     more than 16 devices it is instead a send of A and H for each time that their number doubles and
     one of the state, and as many sends of one number per channel for the gradient. The gradient of
     h0 and a returned state take an all-reduce of one number per channel each; with `reset` three
-    numbers take the place of two. No communication grows with the length. Each device reads its
-    part of a three times, that of b twice, and writes its h once; for the gradient it reads a and
-    the cotangent twice, h once, and writes two gradients once. That is 13 arrays where
-    `linear_scan` moves 8. A tangent moves 10 where it moves 5.
+    numbers take the place of two. No communication grows with the length.
+
+    What a device reads and writes depends on how far the state reaches that enters its steps. It
+    looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
+    of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
+    3 arrays of `linear_scan` and the gradient its 5, besides 6 and 2 times these first steps. Else
+    the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and where XLA
+    splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10 instead of 5.
+    Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
 
     Args:
         a: As in `linear_scan`. With a time axis of size 1, or none, it is the same on all devices.
@@ -300,7 +307,7 @@ def _scan(
     if count > 1:
         h, last, *_ = _shard(recurrence, _prefixes(recurrence), dtype, axis_name, given)
     else:
-        h, last = _primitives.scan(recurrence, given, dtype, with_state)
+        h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, with_state))
     if not with_state:
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
