@@ -140,9 +140,10 @@ def sequence_parallel_scan(
     What a device reads and writes depends on how far the state reaches that enters its steps. It
     looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
     of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, besides 6 and 2 times these first steps. Else
-    the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and where XLA
-    splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10 instead of 5.
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 12 and 6 times
+    more. Else the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and
+    where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
+    instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
 
     Args:

@@ -587,14 +587,14 @@ def short_prefixes(monkeypatch):
     _sequence._mapped.cache_clear()
 
 
-def forgetting(dtype, at, reverse=False, channels=3):
-    """Arguments over three devices, which forget in the 40 steps that start at `at` on each."""
-    case = Case("", (2, 3 * EACH, channels), h0=(2, channels), reverse=reverse)
+def forgetting(dtype, at, reverse=False, channels=3, each=EACH):
+    """Arguments over some devices, which forget in the 40 steps that start at `at` on each."""
+    case = Case("", (2, len(at) * each, channels), h0=(2, channels), reverse=reverse)
     given = arguments(case, dtype)
     a = np.array(given.a)
     for device, start in enumerate(at):
         if start is not None:
-            first = device * EACH + start
+            first = device * each + start
             a[:, first : first + 40] *= 2.0 ** (-28 if dtype == "float64" else -4)
     return case, given._replace(a=a[:, ::-1].copy() if reverse else a)
 
@@ -644,6 +644,21 @@ def test_S3_states_that_are_forgotten(dtype, at, reaches, reverse):
     expected = oracle.cotangents(cts.b, state)
     for x, name in zip(gradients, expected, strict=True):
         check(x, expected[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("start", [5, 2000])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_S3_long_scans_over_two_devices(start, reverse):
+    """Forgotten within the first 1024 steps, or not. On GPUs where there are two."""
+    case, given = forgetting("float32", (None, start), reverse, each=8200)
+    scan, args = on_devices(*given[:3], count=2, reverse=reverse)
+    g = arguments(case, seed=2).b
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    oracle = oracle_of(case, given)
+    check(h, oracle.values()[0])
+    gradients = pull(jax.device_put(g, h.sharding))
+    for x, expected in zip(gradients, oracle.cotangents(g).values(), strict=True):
+        check(x, expected)
 
 
 @pytest.mark.usefixtures("short_prefixes")
