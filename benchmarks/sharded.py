@@ -168,6 +168,8 @@ def checks(devices: list[jax.Device]) -> list[dict[str, Any]]:
 
 
 class Case(NamedTuple):
+    """What is timed: parts of one size on each device, and how many calls a program holds."""
+
     split: Split
     part: tuple[int, int, int]  # what each device has
     calls: int  # in one program
@@ -194,13 +196,14 @@ def cases(small: bool) -> list[Case]:
 def _gradient_chain(scan: Callable[..., jax.Array], calls: int) -> Callable[..., Any]:
     """Values and gradients, each of which needs those before it."""
 
-    def chained(a: jax.Array, b: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        found: tuple[jax.Array, ...] = ()
+    def chained(a: jax.Array, b: jax.Array, g: jax.Array) -> tuple[Any, ...]:
+        found: list[tuple[jax.Array, ...]] = []
         for _ in range(calls):
+            # All results leave the barrier, so that all are computed.
             b, g = lax.optimization_barrier((b, g))
-            found = gradients(scan, a, b, g)
-            g = found[2]
-        return found
+            found.append(lax.optimization_barrier(gradients(scan, a, b, g)))
+            g = found[-1][2]
+        return found[0], [(h, da) for h, da, _ in found[1:]], g
 
     return chained
 

@@ -6,10 +6,10 @@
 #define JAX_SCAN_VECTOR_BYTES 32
 #define JAX_SCAN_F16C 1
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 
 namespace jax_scan::cpu {

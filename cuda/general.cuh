@@ -286,6 +286,9 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
       const Affine<S> earlier{shuffle_up(inclusive.a, delta), shuffle_up(inclusive.b, delta)};
       if (thread % 32 >= delta) inclusive = compose(inclusive, earlier);
     }
+    // The map of a row's steps may be too large though none from the tile's first step on is.
+    const bool row_certain = magnitude(inclusive.a) <= Bounds<Real<S>>::product &&
+                             magnitude(inclusive.b) <= Bounds<Real<S>>::local;
     Affine<S> before;
     if (lanes < 32) {
       before = {shuffle_up(inclusive.a, lanes), shuffle_up(inclusive.b, lanes)};
@@ -299,7 +302,8 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
     Affine<S> rows_before;
     for (int k = 0; k < row; ++k) rows_before = compose(rows[k * lanes + lane], rows_before);
     before = compose(before, rows_before);
-    const bool certain = magnitude(before.a) * products <= Bounds<Real<S>>::product &&
+    const bool certain = row_certain &&
+                         magnitude(before.a) * products <= Bounds<Real<S>>::product &&
                          magnitude(before.b) * products + locals <= Bounds<Real<S>>::local;
     if (!certain) atomicOr(&uncertain[lane], 1);
     if (thread == 0)

@@ -572,6 +572,12 @@ def test_the_last_state_alone():
     assert 'results = "state' in text
 
 
+def test_one_device_agrees_with_linear_scan_exactly():
+    a, b, h0, _ = arguments(Case("", (2, 33, 5), h0=(2, 5)))
+    scan, args = on_devices(a, b, h0, count=1)
+    np.testing.assert_array_equal(scan(*args), linear_scan(a, b, h0))
+
+
 # ---- What is forgotten within a device's steps ---------------------------------------------------
 
 EACH = 384  # steps on each of three devices
@@ -773,75 +779,3 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
         assert sent == usual[name][0]
         assert len(kernels) > len(usual[name][1])
     _sequence._mapped.cache_clear()
-
-
-# ---- Bad input -----------------------------------------------------------------------------------
-
-X = np.ones((2, 16, 6), np.float32)
-
-
-def bad(match, error=ValueError, *, a=X, b=X, spec=(None, "t"), **options):
-    if "sharding" not in options and "axis_name" not in options:
-        options["sharding"] = NamedSharding(mesh(x=2, t=4), P(*spec))
-    with pytest.raises(error, match=match):
-        sequence_parallel_scan(a, b, **options)
-
-
-def test_bad_sharding():
-    odd = np.ones((2, 18, 6), np.float32)
-    bad(
-        "the time axis of b has size 18, which does not divide over the 4 devices of mesh axis 't'",
-        a=1.0,
-        b=odd,
-    )
-    bad("axis 2 of b has size 6, which does not divide over the 4 devices", spec=(None, "x", "t"))
-    bad("does not split the time axis 1 of b; linear_scan takes", spec=("t",))
-    bad("has more axes than b of shape", spec=(None, "t", None, "x"))
-    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=mesh(t=4))
-    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=P(None, "t"))
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    bad("sharding must be a jax.sharding.NamedSharding", TypeError, sharding=one)
-    abstract = NamedSharding(mesh(t=4).abstract_mesh, P(None, "t"))
-    bad("sharding is over an abstract mesh, which names no devices", sharding=abstract)
-    both = {"sharding": NamedSharding(mesh(t=4), P(None, "t")), "axis_name": "t"}
-    bad("give either axis_name", TypeError, **both)
-    bad("give either axis_name", TypeError, sharding=None)
-
-
-def test_bad_axis_name():
-    bad("axis_name 't' is not a mesh axis over which jax.shard_map has split", axis_name="t")
-    bad("axis_name must be the name of a mesh axis", TypeError, axis_name=3)
-    bad("axis_name must be the name of a mesh axis", TypeError, axis_name=())
-    for kind in (AUTO, EXPLICIT):
-        with jax.set_mesh(mesh(kind, t=4)):
-            bad("axis_name 't' is not a mesh axis over which jax.shard_map", axis_name="t")
-
-    def inside(**options):
-        over = mesh(x=2, t=4)
-        f = jax.shard_map(
-            lambda x: sequence_parallel_scan(x, x, **options),
-            mesh=over,
-            in_specs=P(None, "t"),
-            out_specs=P(None, "t"),
-        )
-        jax.jit(f)(X)
-
-    with pytest.raises(ValueError, match="axis_name 'nothing' is not a mesh axis"):
-        inside(axis_name="nothing")
-    with pytest.raises(ValueError, match="axis_name has an axis twice"):
-        inside(axis_name=("t", "t"))
-    with pytest.raises(ValueError, match="sharding can't be given inside"):
-        inside(sharding=NamedSharding(mesh(x=2, t=4), P(None, "t")))
-
-
-def test_bad_arguments_are_those_of_linear_scan():
-    bad("a of shape .* does not broadcast to b's shape", a=np.ones((2, 4, 6), np.float32))
-    bad("axis 7 is out of range", axis=7)
-    bad("reset must have dtype bool", TypeError, reset=np.ones((2, 16)))
-    bad("reverse must be True or False", TypeError, reverse=1)
-
-
-def test_one_device_agrees_with_linear_scan_exactly():
-    a, b, h0, _ = arguments(Case("", (2, 33, 5), h0=(2, 5)))
-    scan, args = on_devices(a, b, h0, count=1)
-    np.testing.assert_array_equal(scan(*args), linear_scan(a, b, h0))
