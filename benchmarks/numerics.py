@@ -309,7 +309,9 @@ def draw(sources: list[Path]) -> None:
 
     mpl.rcParams["svg.hashsalt"] = "jax_scan"  # the same file from the same results
     results = [json.loads(source.read_text()) for source in sources]
-    figure, axes = plt.subplots(4, 5, figsize=(11, 9), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        4, 5, figsize=(11, 9), sharex=True, sharey=True, layout="constrained"
+    )
     entries: dict[str, Any] = {}
     for k, (dtype, decay) in enumerate(_PANELS):
         for m, (title, what) in enumerate(_RESULTS.items()):
@@ -325,6 +327,7 @@ def draw(sources: list[Path]) -> None:
                 )[0]
             ax.set_xscale("log")
             ax.set_yscale("log")
+            ax.set_ylim(3e-8, 0.1)
             ax.grid(alpha=0.3)
             ax.set_title(f"{dtype}, {decay}: {title}", fontsize=8)
             ax.tick_params(labelsize=7)
