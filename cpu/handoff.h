@@ -10,8 +10,8 @@
 
 namespace jax_scan::cpu {
 
-// Blocks are numbered in the order of the walk. Whoever has block n waits for what block n - 1 has
-// left, and leaves what block n + 1 takes: so there is one writer at a time.
+// Blocks are numbered in the order of the walk, and claimed in it. Whoever has block n waits for
+// what block n - 1 has left, and leaves what block n + 1 takes: so there is one writer at a time.
 class Handoff {
  public:
   Handoff() = default;
@@ -20,6 +20,9 @@ class Handoff {
     states_ = states;
     sums_ = sums;
   }
+
+  // The next block that nobody has.
+  int64_t claim() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
 
   bool has_states(int64_t block) const {
     return states_of_.load(std::memory_order_acquire) == block;
@@ -59,6 +62,7 @@ class Handoff {
     reached.notify_all();
   }
 
+  std::atomic<int64_t> claimed_{0};
   std::atomic<int64_t> states_of_{0};  // the block that may take them
   std::atomic<int64_t> sums_of_{0};
   void* states_ = nullptr;

@@ -42,6 +42,8 @@ InstructionSet best_instruction_set() {
 // Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile,
 // or time is cut into chunks.
 constexpr int64_t kLeastLanes = 16;
+// Where time is the last axis, so many channels can do without chunks.
+constexpr int64_t kManyLines = 512;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
 // so many needs: time is cut into blocks.
 constexpr int64_t kFewBytes = 256;
@@ -51,11 +53,12 @@ Blocks::Blocks(const Problem& p) {
   // Few neighbouring channels, or an odd number of them: chunks of time as lanes, two vectors or
   // more, in blocks that stay in the first-level cache.
   const bool odd = p.inner < 64 && p.inner * size % 64 != 0;
-  if (p.channels() > 0 && (p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes) {
+  const bool lines = p.inner == 1 && p.outer >= kManyLines;
+  if (p.channels() > 0 && (p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes && !lines) {
     chunks_ = p.inner == 1 ? 32 : 16;
     steps_ = std::max<int64_t>(16, 8192 / size / (chunks_ * p.inner) / 16 * 16);
-  } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements) {
-    steps_ = std::max<int64_t>(64, 65536 / size / p.channels() / 64 * 64);
+  } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements / 2) {
+    steps_ = std::max<int64_t>(64, 32768 / size / p.channels() / 64 * 64);
   }
   int64_t t = 0;
   if (cut()) {
@@ -83,22 +86,23 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
     groups_ = p.inner > 0 ? p.outer : 0;
     per_group_ = 1;
     count_ = groups_;
-    if (threads > 1 && groups_ < 4 * threads && p.channels() * p.time >= kSerialElements) {
+    if (threads > 1 && groups_ < 4 * threads) {
       const int64_t bytes = 2 * width_ * byte_size(p.state);
       values_ = std::make_unique<std::byte[]>(groups_ * bytes);
       handoffs_ = std::make_unique<Handoff[]>(groups_);
       for (int64_t g = 0; g < groups_; ++g) {
         handoffs_[g].set(&values_[g * bytes], &values_[g * bytes + bytes / 2]);
       }
-      count_ = groups_ * blocks_.count();
+      sharers_ = std::min(threads, blocks_.count());
+      count_ = groups_ * sharers_;
     }
     return;
   }
-  constexpr int64_t kNarrow = 256, kWide = 1024;
+  constexpr int64_t kNarrow = 256, kWide = 1024, kFarApart = 64;
   inner_ = p.inner >= kLeastLanes ? p.inner : p.channels();
   groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
   // Whole rows where that gives every thread something to do.
-  const int64_t most = p.inner >= kLeastLanes ? kWide : kLeastLanes;
+  const int64_t most = p.inner >= kLeastLanes ? kWide : kFarApart;
   width_ = std::min(inner_, most);
   const int64_t least = p.inner >= kLeastLanes ? kNarrow : kLeastLanes;
   while (width_ >= 2 * least && groups_ * ((inner_ + width_ - 1) / width_) < 2 * threads) {
@@ -110,12 +114,11 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
 
 Tile Tiling::tile(int64_t index) const {
   if (handoffs_) {
-    const int64_t n = index / groups_, group = index % groups_;
-    return {group * inner_, width_, n, n + 1, &handoffs_[group]};
+    const int64_t group = index % groups_;
+    return {group * inner_, width_, &handoffs_[group], sharers_};
   }
   const int64_t first = index % per_group_ * width_;
-  return {index / per_group_ * inner_ + first, std::min(width_, inner_ - first), 0, blocks_.count(),
-          nullptr};
+  return {index / per_group_ * inner_ + first, std::min(width_, inner_ - first)};
 }
 
 bool run_tile(const Problem& problem, const Blocks& blocks, const Tile& tile, InstructionSet set) {

@@ -11,8 +11,9 @@
 
 namespace jax_scan::cpu {
 
-// A call of fewer elements is done before a second thread has begun.
-inline constexpr int64_t kSerialElements = 32768;
+// A call of fewer elements is done before a second thread has begun, or is slower with it, since
+// the caches of two cores then hold parts of it.
+inline constexpr int64_t kSerialElements = int64_t{1} << 17;
 
 // Steps [t, t + chunks * steps) of some channels. Its chunks are walked side by side, each in lanes
 // of its own; with one chunk, lanes are channels.
@@ -47,19 +48,17 @@ class Blocks {
   Block rest_[3];
 };
 
-// A group of neighbouring channels, counted over (outer, inner) in row-major order, and some blocks
-// of its time, numbered in the order of the walk.
+// A group of neighbouring channels, counted over (outer, inner) in row-major order. Tiles of the
+// same channels share their blocks of time.
 struct Tile {
   int64_t channel;
   int64_t width;
-  int64_t first = 0;
-  int64_t last = 0;
-  Handoff* handoff = nullptr;  // none where all blocks are in this tile
+  Handoff* handoff = nullptr;  // none where all blocks are this tile's
+  int64_t sharers = 1;         // tiles of these channels
 };
 
 // How a Problem is cut into tiles. Neither the number of threads nor the order of the tiles changes
 // a bit of the result: a channel's arithmetic does not depend on the tile that it is in.
-// Tiles must be started in their order, as one may wait for those before it.
 class Tiling {
  public:
   Tiling(const Problem& problem, int64_t threads);
@@ -74,6 +73,7 @@ class Tiling {
   int64_t groups_;
   int64_t width_;  // channels in a tile; no tile straddles two groups
   int64_t per_group_;
+  int64_t sharers_ = 1;
   int64_t count_;
   std::unique_ptr<std::byte[]> values_;  // of the handoffs
   std::unique_ptr<Handoff[]> handoffs_;
