@@ -21,7 +21,7 @@ and `ratio_of_norms` are ours over the loop's, or over one rounding of the dtype
 Elements whose scale is above a quarter of the dtype's largest number are left out. `overflow` has
 the step at which the first channel becomes infinite with ours and with the loop, for h.
 
-With `--plot FILES` draws docs/numerics.svg of such results and prints docs/numerics.md's tables.
+With `--plot FILES` draws docs/numerics.svg of such results and fills docs/numerics.md's table.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -308,7 +309,9 @@ def draw(sources: list[Path]) -> None:
 
     mpl.rcParams["svg.hashsalt"] = "jax_scan"  # the same file from the same results
     results = [json.loads(source.read_text()) for source in sources]
-    figure, axes = plt.subplots(4, 5, figsize=(11, 9), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        4, 5, figsize=(11, 9), sharex=True, sharey=True, layout="constrained"
+    )
     entries: dict[str, Any] = {}
     for k, (dtype, decay) in enumerate(_PANELS):
         for m, (title, what) in enumerate(_RESULTS.items()):
@@ -324,6 +327,7 @@ def draw(sources: list[Path]) -> None:
                 )[0]
             ax.set_xscale("log")
             ax.set_yscale("log")
+            ax.set_ylim(3e-8, 0.1)
             ax.grid(alpha=0.3)
             ax.set_title(f"{dtype}, {decay}: {title}", fontsize=8)
             ax.tick_params(labelsize=7)
@@ -331,10 +335,14 @@ def draw(sources: list[Path]) -> None:
         ax.set_xlabel("L", fontsize=8)
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle("Largest error of an element, relative to the largest value so far")
-    out = Path(__file__).parents[1] / "docs" / "numerics.svg"
-    figure.savefig(out, metadata={"Date": None})
+    docs = Path(__file__).parents[1] / "docs"
+    figure.savefig(docs / "numerics.svg", metadata={"Date": None})
     plt.close(figure)
-    print(*_tables(results), sep="\n")
+    page = docs / "numerics.md"
+    head, rest = page.read_text().split("<!-- table -->\n")
+    tail = rest.split("<!-- end of table -->\n")[1]
+    table = "".join(f"{line}\n" for line in _table(results))
+    page.write_text(f"{head}<!-- table -->\n{table}<!-- end of table -->\n{tail}")
 
 
 def _worst(
@@ -348,7 +356,7 @@ def _worst(
     return sorted(found.items())
 
 
-def _tables(results: list[dict[str, Any]]) -> list[str]:
+def _table(results: list[dict[str, Any]]) -> list[str]:
     """For each dtype and decay the worst errors at any length, and the largest ratios."""
     devices = [found["device"] for found in results]
     head = ["dtype", "decay", "result", "loop", "`associative_scan`"]
@@ -358,6 +366,8 @@ def _tables(results: list[dict[str, Any]]) -> list[str]:
     for dtype in DTYPES:
         for decay in _decays(dtype):
             for name, what in _RESULTS.items():
+                if not _worst(results[0]["rows"], dtype, decay, what, "ours"):
+                    continue
                 cells = [dtype, str(decay), name]
                 for who in ("sequential", "associative"):
                     cells.append(_largest(_worst(results[0]["rows"], dtype, decay, what, who)))
@@ -369,13 +379,13 @@ def _tables(results: list[dict[str, Any]]) -> list[str]:
                         for row in found["rows"]
                         if (row["dtype"], row["decay"]) == (dtype, decay) and row["what"] in what
                     ]
-                    cells.append(f"{max(ratios):.1f}")
+                    cells.append(f"{max(ratios, default=math.nan):.1f}")
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def _largest(points: list[tuple[int, float]]) -> str:
-    return f"{max(error for _, error in points):.1e}"
+    return f"{max((error for _, error in points), default=math.nan):.1e}"
 
 
 def line(rows: list[dict[str, Any]]) -> str:

@@ -117,8 +117,8 @@ def slug(name: str) -> str:
 
 
 def text(report: dict[str, Any]) -> str:
-    """JSON with a line for each row and figure."""
-    listed = ("through_jax", "rows")
+    """JSON with a line for each entry of a list."""
+    listed = [key for key, value in report.items() if isinstance(value, list)]
     head = json.dumps({k: v for k, v in report.items() if k not in listed}, indent=1)
     parts = [head.removesuffix("\n}")]
     for name in listed:

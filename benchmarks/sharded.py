@@ -40,7 +40,9 @@ from timing import Timed, forward_chain, in_turns
 import jax_scan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from jax.typing import ArrayLike
 
 _COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 _SECONDS = 0.5
@@ -96,7 +98,7 @@ def draw(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return values()
 
 
-def error(got: tuple[jax.Array, ...], given: tuple[jax.Array, ...]) -> float:
+def error(got: Sequence[ArrayLike], given: Sequence[ArrayLike]) -> float:
     """The largest difference from double precision, relative to the largest value."""
     a, b, g = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in given)
     want = exact.value_and_gradients(a, b, g)
@@ -141,7 +143,7 @@ def profiled(run: Callable[[], Any], folder: Path) -> dict[str, float]:
 # ---- Right values --------------------------------------------------------------------------------
 
 
-def checks(devices: list[jax.Device]) -> list[dict[str, Any]]:
+def checks(devices: list[Any]) -> list[dict[str, Any]]:
     """Value and gradient of small arrays, however they are split."""
     n = len(devices)
     mesh = Mesh(np.array(devices), "d")
@@ -208,7 +210,7 @@ def _gradient_chain(scan: Callable[..., jax.Array], calls: int) -> Callable[...,
     return chained
 
 
-def timed(case: Case, devices: list[jax.Device], folder: Path) -> list[dict[str, Any]]:
+def timed(case: Case, devices: list[Any], folder: Path) -> list[dict[str, Any]]:
     n = len(devices)
     programs: dict[str, dict[str, Timed]] = {"forward": {}, "with gradient": {}}
     rows: dict[str, dict[str, Any]] = {}
@@ -287,7 +289,7 @@ def main() -> int:
         for row in timed(case, devices, arguments.profiles):
             results["rows"].append(row)
             print(json.dumps(row), flush=True)
-            out.write_text(text(results))
+            out.write_text(report.text(results))
         jax.clear_caches()
     bad = [
         row
@@ -299,17 +301,6 @@ def main() -> int:
     worst = max(row["max_rel_err"] for row in results["checks"])
     print(f"{len(results['checks'])} checks, largest error {worst}; {len(bad)} wrong; {out}")
     return 1 if bad or math.isnan(worst) else 0
-
-
-def text(results: dict[str, Any]) -> str:
-    """JSON with a line for each check and row."""
-    listed = ("checks", "rows")
-    head = json.dumps({k: v for k, v in results.items() if k not in listed}, indent=1)
-    parts = [head.removesuffix("\n}")]
-    for name in listed:
-        lines = ",\n".join(f"  {json.dumps(entry)}" for entry in results[name])
-        parts.append(f' "{name}": [\n{lines}\n ]')
-    return ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

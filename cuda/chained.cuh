@@ -330,7 +330,8 @@ class Share {
         const Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
                          load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
         advance<kOp>(map[c].b, in);
-        map[c].a = coefficient(in) * map[c].a;
+        // A select: a NaN before the cut ends there, and the bound would not tell of it.
+        map[c].a = cut ? S(0) : in.a * map[c].a;
         bound[c].a = larger(bound[c].a, magnitude(map[c].a));
         bound[c].b = larger(bound[c].b, magnitude(map[c].b));
       }

@@ -181,6 +181,52 @@ ChainedKernel chained_for(const Problem& p, StreamTypes t) {
   return {};
 }
 
+// Kernels of cluster.cuh, and what a thread of theirs holds.
+struct ClusterKernel {
+  cudaError_t (*launch)(const Problem&, const ClusterPlan&, cudaStream_t) = nullptr;
+  int vector = 1;
+  bool line = false;
+  int steps = 1;
+};
+
+bool fits_cluster(const Problem& p, StreamTypes types, int vector, bool line) {
+  const auto is_state = [&](const auto& array) { return !array.data || array.dtype == p.state; };
+  const auto one_axis = [](const Input& in) {
+    return in.at.outer_axes <= 1 && in.at.inner_axes <= 1;
+  };
+  return p.op != Op::kTangent && !p.da_over_time && p.time <= INT32_MAX / 2 / p.channels() &&
+         is_state(p.init) && is_state(p.h0) && is_state(p.final) && one_axis(p.init) &&
+         one_axis(p.h0) && one_axis(p.reset) && fits(p, types, vector, line);
+}
+
+template <class A, class B, class H, class Layout, int kSteps>
+ClusterKernel cluster_kernel() {
+  return {launch_cluster<A, B, H, Layout, kSteps>, Layout::kChannels, Layout::kLine, kSteps};
+}
+
+// The kernel of cluster.cuh that the problem fits, if there is one.
+ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
+  using chained::Line;
+  using chained::Rows;
+  if (p.op == Op::kTangent || state_of(t.b) != p.state || t.a != t.b || t.b != t.h) return {};
+  const auto first = [&](std::initializer_list<ClusterKernel> kernels) {
+    for (const ClusterKernel& k : kernels) {
+      if (fits_cluster(p, t, k.vector, k.line)) return k;
+    }
+    return ClusterKernel{};
+  };
+  switch (t.a) {
+    case DType::kF32:
+      return first({cluster_kernel<float, float, float, Line, 16>(),
+                    cluster_kernel<float, float, float, Rows<4>, 8>(),
+                    cluster_kernel<float, float, float, Rows<1>, 8>()});
+    case DType::kBF16:
+      return first({cluster_kernel<BFloat16, BFloat16, BFloat16, Rows<4>, 8>()});
+    default:
+      return {};
+  }
+}
+
 }  // namespace
 
 cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
@@ -207,6 +253,18 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     }
     if (path == Path::kSequential) return cudaErrorNotSupported;
   }
+  if ((path == Path::kAuto || path == Path::kCluster) && device.capability_major >= 9) {
+    const ClusterKernel cluster = cluster_for(p, types);
+    if (cluster.launch) {
+      const ClusterPlan plan =
+          plan_cluster(cluster.line, cluster.vector, cluster.steps, byte_size(types.b),
+                       p.channels(), p.time, device.multiprocessors);
+      const cudaError_t queued =
+          plan.groups > 0 ? cluster.launch(p, plan, stream) : cudaErrorNotSupported;
+      if (queued != cudaErrorNotSupported) return queued;
+    }
+  }
+  if (path == Path::kCluster) return cudaErrorNotSupported;
   if (path != Path::kGeneral) {
     const ChainedKernel chained = chained_for(p, types);
     const cudaError_t queued =

@@ -260,6 +260,64 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
   return plan;
 }
 
+// ---- The cluster of blocks that takes all of time (cluster.cuh) ----
+
+inline constexpr int kClusterWarps = 8;   // of a block, or half of them
+inline constexpr int kPortableRanks = 8;  // blocks of a cluster that every GPU with clusters has
+inline constexpr int kMostRanks = 16;
+
+struct ClusterPlan {
+  int64_t groups = 0;      // clusters; 0: the problem is not one for this path
+  int32_t ranks = 0;       // blocks of a cluster
+  int32_t warps = 0;       // of a block
+  int32_t lanes_log2 = 0;  // threads of a warp side by side across channels
+};
+
+// Beyond so many bytes of an operand for each multiprocessor, other paths are faster: on an H200 up
+// to (1,2048,1024) in fp32.
+inline constexpr int64_t kClusterBytes = 64 * 1024;
+
+// The pieces of rows that a block may take, and how large a cluster is then worth having, best
+// first. us in a graph on an H200, (2,4096,64) in fp32, forward and backward:
+//   64 bytes, 8 ranks 3.9 5.2   64 bytes, 16 ranks 4.4 6.2   128 bytes, 16 ranks 4.6 6.4
+//   32 bytes, 8 ranks 4.7 6.5   16 bytes, 4 ranks 7.5 10.7
+// Where 128 bytes need no more than 8 ranks they are best: (1,2048,1024) 8.2 14.4, with 64 bytes
+// 8.1 18.7.
+struct Pieces {
+  int bytes;
+  int ranks;
+};
+inline constexpr Pieces kPieces[] = {{128, 8}, {64, 8}, {64, 16}, {32, 8}, {32, 16}};
+
+// For a kernel whose threads hold `steps` steps of `channels_of_thread` channels.
+constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps, int bytes,
+                                   int64_t channels, int64_t time, int multiprocessors) {
+  if (channels * time * bytes > multiprocessors * kClusterBytes) return {};
+  for (const Pieces& pieces : kPieces) {
+    // Lines in large clusters gain nothing over chained.cuh.
+    if (line && pieces.ranks > kPortableRanks) break;
+    int lanes_log2 = 0;
+    const auto width = [&] { return int64_t{channels_of_thread} << lanes_log2; };
+    while (!line && width() < channels && 2 * width() <= 32 &&
+           2 * width() * bytes <= pieces.bytes) {
+      ++lanes_log2;
+    }
+    const int64_t groups = divide_up(channels, width());
+    const int64_t of_warp = (32 >> lanes_log2) * steps;
+    int64_t ranks = divide_up(time, kClusterWarps * of_warp);
+    if (groups > UINT16_MAX || ranks > pieces.ranks) continue;
+    // Smaller blocks where there are few: more multiprocessors take part.
+    int warps = kClusterWarps;
+    const int64_t twice = divide_up(time, kClusterWarps / 2 * of_warp);
+    if (twice <= pieces.ranks && (twice == ranks || 2 * groups * ranks < multiprocessors)) {
+      warps = kClusterWarps / 2;
+      ranks = twice;
+    }
+    return {groups, static_cast<int32_t>(ranks), warps, lanes_log2};
+  }
+  return {};
+}
+
 // ---- The workspace ----
 
 // What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps, and less
@@ -267,8 +325,9 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   const size_t channels = static_cast<size_t>(outer) * inner;
   const size_t tiles = divide_up(time, 128), bytes = byte_size(state);
-  const size_t places = tiles * std::min(channels + kMostChannels, 2 * channels);
-  const size_t chained = 768 + places * 4 * bytes + tiles * channels * bytes;
+  const size_t places = tiles > 1 ? tiles * std::min(channels + kMostChannels, 2 * channels) : 0;
+  const size_t sums = op == Op::kCotangent ? tiles * channels * bytes : 0;
+  const size_t chained = 768 + places * 4 * bytes + sums;
   return std::max(general_tiling(op, outer, time, inner, state).bytes, chained);
 }
 

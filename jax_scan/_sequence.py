@@ -6,7 +6,8 @@ Each device holds a run of consecutive steps, its *shard*. The shard's steps tog
 
 and a shard starts from what the shards before it make of h0. So a call is: A and H of the own
 shard, one exchange of both, the maps of all shards before the own one applied in their order, and
-the scan of the own shard from there.
+the scan of the own shard from there, or only of the first steps where no more than these depend on
+where it starts.
 
 The derivative is not that of these steps, which would run through the shard for A, for H and for h.
 The tangent of the whole scan is a scan with the same factors,
@@ -33,16 +34,24 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from jax_scan import _api, _compat, _primitives
-from jax_scan._reference import Operands, Recurrence, full_shape, step_shape
+from jax_scan._reference import Operands, Recurrence, Result, full_shape, step_shape
 
 AxisName = str | tuple[str, ...]
 Pair = tuple[jax.Array, jax.Array]
 
+# The fewest first steps after which to look whether a shard has forgotten what was before it, and
+# how many times more each further look takes. Fewer steps would hardly be faster on a GPU.
+_PREFIX = 1024
+_RATIO = 8
+# What a smaller factor counts as there.
+_LEAST = 1 / 16
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 # The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
@@ -116,19 +125,26 @@ def sequence_parallel_scan(
         h = sequence_parallel_scan(a, b, sharding=NamedSharding(mesh, P(None, "time")))
 
     Value and derivatives are those of `linear_scan`, of any order and in both modes, up to
-    rounding, with two exceptions. Without `h0` the first factor is read; it must be finite. And a
-    state that is not zero passes a device's steps as A s + H, where A is the product of their
-    factors and H what they make of zero: where A overflows, so does the result.
+    rounding, with three exceptions. Over several devices and without `h0` the first factor is read;
+    it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
+    product of their factors and H what they make of zero: where A overflows, so does the result.
+    And a tangent or cotangent that is not finite passes no steps whose product has underflowed.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
     more than 16 devices it is instead a send of A and H for each time that their number doubles and
     one of the state, and as many sends of one number per channel for the gradient. The gradient of
     h0 and a returned state take an all-reduce of one number per channel each; with `reset` three
-    numbers take the place of two. No communication grows with the length. Each device reads its
-    part of a three times, that of b twice, and writes its h once; for the gradient it reads a and
-    the cotangent twice, h once, and writes two gradients once. That is 13 arrays where
-    `linear_scan` moves 8. A tangent moves 10 where it moves 5.
+    numbers take the place of two. No communication grows with the length.
+
+    What a device reads and writes depends on how far the state reaches that enters its steps. It
+    looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
+    of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 12 and 6 times
+    more. Else the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and
+    where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
+    instead of 5.
+    Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
 
     Args:
         a: As in `linear_scan`. With a time axis of size 1, or none, it is the same on all devices.
@@ -281,60 +297,102 @@ def _scan(
 ) -> tuple[jax.Array, jax.Array | None]:
     """h of the own shard, and the last state of all."""
     full = full_shape(recurrence, [x.shape for x in operands.values()])
-    step = step_shape(full, recurrence.axis)
     index, count = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    h0 = operands.get("h0", np.zeros((), recurrence.state))
-    given = _vary_alike({**operands, "h0": jnp.broadcast_to(h0, step), "index": index})
+    given = {**operands, "index": index}
+    if count > 1:
+        h0 = operands.get("h0", np.zeros((), recurrence.state))
+        given["h0"] = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
+        recurrence = recurrence._replace(has_h0=True)
+    given = _vary_alike(given)
     del given["index"]
-    h, last, _, _ = _shard(recurrence._replace(has_h0=True), dtype, axis_name, given)
+    if count > 1:
+        h, last, *_ = _shard(recurrence, _prefixes(recurrence), dtype, axis_name, given)
+    else:
+        h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, with_state))
     if not with_state:
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
     return h, lax.psum(jnp.where(ours, last, jnp.zeros_like(last)), axis_name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _shard(
-    recurrence: Recurrence, dtype: Any, axis_name: tuple[str, ...], operands: dict[str, jax.Array]
+    recurrence: Recurrence,
+    prefixes: tuple[int, ...],
+    dtype: Any,
+    axis_name: tuple[str, ...],
+    operands: dict[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """h and the last state of the own shard, the state before it, and the maps that led to it."""
-    h0 = operands["h0"]
-    parts = [
-        _product(recurrence, operands),
-        _primitives.last_state(recurrence, {**operands, "h0": _like(h0, 0)}),
-    ]
+    """h and the last state of the own shard; then what the derivatives read.
+
+    That is the state before the shard, the maps that led to it, and how far it reaches.
+    """
+    # The first shard starts from h0, the others from zero until they know better.
+    is_first = _rank(recurrence, axis_name) == 0
+    given = {**operands, "h0": jnp.where(is_first, operands["h0"], _like(operands["h0"], 0))}
+    if prefixes:
+        h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, True))
+    else:
+        last = _primitives.last_state(recurrence, given)
+    product, reach = _reach(recurrence, prefixes, operands)
+    parts = [product, last]
     if "reset" in operands:
         # A is zero then, but zero times a state that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
         parts.append(cut.astype(recurrence.state))
-    own = jnp.stack([jnp.broadcast_to(part, h0.shape) for part in parts])
+    own = jnp.stack([jnp.broadcast_to(part, last.shape) for part in parts])
     exchange = _gathered if lax.axis_size(axis_name) <= _GATHERED else _doubled
-    before, maps = exchange(recurrence, axis_name, h0, own)
-    outs = _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True)
-    return *cast(Pair, outs), before, maps
+    more, maps = exchange(recurrence, axis_name, own)
+    before = jnp.where(is_first, operands["h0"], more)
+
+    def whole(*_):
+        return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
+
+    def first_steps(count, h, last):
+        part = recurrence._replace(length=count)
+        start = _first_steps(recurrence, count, operands) | {"h0": before}
+        start, _ = _primitives.scan(part, start, dtype)
+        at = recurrence.length - count if recurrence.reverse else 0
+        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), last
+
+    if prefixes:
+        branches = [lambda *same: same, *(partial(first_steps, n) for n in prefixes), whole]
+        steps = jnp.where(_everywhere(jnp.isfinite(more)), reach, len(prefixes)).astype(np.int32)
+        h, last = lax.switch(jnp.where(_everywhere(more == 0), 0, 1 + steps), branches, h, last)
+    else:
+        h, last = whole()
+    return h, last, before, maps, reach
 
 
-def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
-    """dh = tangent(a, h, s; da, db, 0) + tangent(a; ds), see above."""
+def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
+    """dh = tangent(a, h, s; da, db, dh0 of the first shard) + tangent(a; ds), see above."""
     (operands,), (dots,) = primals, tangents
-    outs = _shard(recurrence, dtype, axis_name, operands)
-    h, last, before, maps = outs
+    outs = _shard(recurrence, prefixes, dtype, axis_name, operands)
+    h, last, before, maps, reach = outs
     dots = {f"d{k}": t for k, t in dots.items() if k != "reset" and not isinstance(t, SymbolicZero)}
-    initial = dots.pop("dh0", _like(before, 0))
+    is_first = _rank(recurrence, axis_name) == 0
+    dh0 = dots.get("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
-        first = _primitives.tangent(recurrence, shared | primal | dots, dtype, True)
-        dh, dlast = cast(Pair, first)
+        if "dh0" in dots:
+            dots["dh0"] = jnp.where(is_first, dh0, _like(dh0, 0))
+        given = shared | primal | dots
+        dh, dlast = cast(Pair, _primitives.tangent(recurrence, given, dtype, True))
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
 
     gathered = lax.axis_size(axis_name) <= _GATHERED
     exchange = _gathered_tangent if gathered else _doubled_tangent
-    dbefore = exchange(recurrence, axis_name, initial, dlast, maps)
-    second = _primitives.tangent(recurrence, shared | {"dh0": dbefore}, dtype, True)
-    dh, dlast = jax.tree.map(jnp.add, (dh, dlast), cast(Pair, second))
+    dmore = exchange(recurrence, axis_name, dlast, maps)
+    if prefixes:
+        given = {**shared, "reach": reach, "ds": dmore}
+        second = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
+    else:
+        second = _primitives.tangent(recurrence, shared | {"dh0": dmore}, dtype, True)
+    dh, dlast = map(jnp.add, (dh, dlast), cast(Pair, second))
+    dbefore = jnp.where(is_first, dh0, dmore)
 
     # Only a derivative of the derivative reads that of A, and nothing that of H.
     dmaps = _like(maps, 0)
@@ -348,7 +406,7 @@ def _shard_jvp(recurrence, dtype, axis_name, primals, tangents):
 
         dproducts = jax.jvp(products, (operands["a"],), (dots["da"],))[1]
         dmaps = dmaps.at[:, 0].set(dproducts)
-    return outs, (dh, dlast, dbefore, dmaps)
+    return outs, (dh, dlast, dbefore, dmaps, _like(reach, 0))
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
@@ -363,6 +421,217 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
     shape = (1,) * operands["a"].ndim
     one, zero = jnp.ones(shape, recurrence.state), jnp.zeros(shape, recurrence.state)
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
+
+
+# ---- How far the state before a shard reaches ----------------------------------------------------
+#
+# Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
+# state before the shard matters to these steps alone. So h is scanned from zero while the maps are
+# exchanged, and then only its first steps again. How many is decided on the device, among a few
+# lengths, for all channels together.
+
+
+def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
+    """After how many steps to look whether the shard has forgotten; the whole shard is not listed.
+
+    None where XLA splits other axes by itself: a decision would have to be exchanged.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    if any(mesh.shape[name] > 1 for name in automatic):
+        return ()
+    found, count = [], _PREFIX
+    while _RATIO * count <= recurrence.length:
+        found.append(count)
+        count *= _RATIO
+    return tuple(found)
+
+
+def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[str, jax.Array]):
+    """A, and which prefix forgets; that of the index len(prefixes) is the whole shard.
+
+    Small factors count as _LEAST each, so that a product without some of them is still nothing: the
+    derivatives of the product, of any order, are then zero too.
+    """
+    real = recurrence._replace(state=np.dtype(jnp.finfo(recurrence.state).dtype))
+
+    def look(index):
+        if index == len(prefixes):
+            product = _product(recurrence, operands)
+            return product, _vary_like(product, jnp.float32(index))
+        count = prefixes[index]
+        given = _first_steps(recurrence, count, operands)
+        size = jnp.abs(given["a"])
+        given["a"] = lax.max(size, _like(size, _LEAST))
+        product = _product(real._replace(length=count), given)
+        return lax.cond(
+            _everywhere(product == 0),
+            lambda: (product.astype(recurrence.state), _vary_like(product, jnp.float32(index))),
+            lambda: look(index + 1),
+        )
+
+    return look(0)
+
+
+@jax.custom_batching.custom_vmap
+def _everywhere(x: jax.Array) -> jax.Array:
+    """Whether all of x is true, under `jax.vmap` too: a decision for each would have all done."""
+    return jnp.all(x)
+
+
+@_everywhere.def_vmap
+def _(size, mapped, x):
+    return _everywhere(x), False
+
+
+def _first_steps(
+    recurrence: Recurrence, count: int, operands: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The operands of the first steps; what is the same at all steps stays as it is."""
+    axis, length = recurrence.axis, recurrence.length
+    ends = (length - count, length) if recurrence.reverse else (0, count)
+    return {
+        name: lax.slice_in_dim(x, *ends, axis=axis) if x.shape[axis] == length else x
+        for name, x in operands.items()
+    }
+
+
+# tangent(a; ds) is a primitive, and so is its transpose. Of a conditional JAX would make two, one
+# before the exchange and one after it, and copy from one to the other what the branches read.
+
+
+def _passed_on(
+    operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: tuple[int, ...], dtype
+) -> list[jax.Array]:
+    """dh and dlast from a, reset, reach and ds; dh is zero after the steps that ds reaches."""
+
+    def first_steps(count, shared, ds):
+        given = _first_steps(recurrence, count, shared) | {"dh0": ds}
+        dh, _ = _primitives.tangent(recurrence._replace(length=count), given, dtype)
+        rest = recurrence.length - count
+        padding = [(0, 0, 0)] * dh.ndim
+        padding[recurrence.axis] = (rest, 0, 0) if recurrence.reverse else (0, rest, 0)
+        return [lax.pad(dh, jnp.zeros((), dtype), padding), _like(ds, 0)]
+
+    def whole(shared, ds):
+        return list(_primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
+
+    shared = {name: operands[name] for name in ("a", "reset") if name in operands}
+    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    return lax.switch(operands["reach"].astype(np.int32), branches, shared, operands["ds"])
+
+
+def _passed_back(
+    operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: tuple[int, ...], dtype
+) -> list[jax.Array]:
+    """The transpose: the cotangent of ds from a, reset, reach and g, gstate or both."""
+    given = {name: x for name, x in operands.items() if name != "reach"}
+    shape = step_shape(given["g" if "g" in given else "gstate"].shape, recurrence.axis)
+    wanted = [Result("dh0", shape, recurrence.state)]
+
+    def first_steps(count, given):
+        # The last state does not depend on ds.
+        given = {name: x for name, x in given.items() if name != "gstate"}
+        if "g" not in given:
+            return [jnp.zeros(shape, recurrence.state)]
+        part = recurrence._replace(length=count)
+        return _primitives.cotangent(part, _first_steps(recurrence, count, given), wanted)
+
+    def whole(given):
+        return _primitives.cotangent(recurrence, given, wanted)
+
+    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    return lax.switch(operands["reach"].astype(np.int32), branches, given)
+
+
+def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
+    """`function` of named operands as a primitive that is linear in some of them."""
+    primitive = Primitive(f"linear_scan{function.__name__}")
+    primitive.multiple_results = True
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+
+    def call(*args, names, **params):
+        return function(dict(zip(names, args, strict=True)), **params)
+
+    def batch(args, dims, *, names, recurrence, **params):
+        """The mapped axis becomes the first one; what reaches furthest decides for all."""
+        (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
+        operands = {}
+        for name, x, d in zip(names, args, dims, strict=True):
+            if name == "reach":
+                operands[name] = x if d is None else jnp.max(x)
+                continue
+            x = x[None] if d is None else jnp.moveaxis(x, d, 0)
+            operands[name] = jnp.broadcast_to(x, (size, *x.shape[1:])) if name in linear else x
+        recurrence = recurrence._replace(axis=recurrence.axis + 1)
+        outs = _bind(primitive, operands, recurrence=recurrence, **params)
+        return outs, [0] * len(outs)
+
+    def jvp(primals, tangents, *, names, **params):
+        named = dict(zip(names, primals, strict=True))
+        dots = {
+            name: t
+            for name, t in zip(names, tangents, strict=True)
+            if name in ("a", *linear) and not isinstance(t, ad.Zero)
+        }
+        if "a" in dots:
+            moving = {name: named[name] for name in dots}
+            return jax.jvp(lambda moving: function(named | moving, **params), (moving,), (dots,))
+        constant = {name: x for name, x in named.items() if name not in linear}
+        outs = primitive.bind(*primals, names=names, **params)
+        return outs, _bind(primitive, constant | dots, **params)
+
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True))
+    return primitive
+
+
+def _bind(primitive: Primitive, operands: dict[str, jax.Array], **params: Any) -> list[jax.Array]:
+    operands = _vary_alike(operands)
+    return primitive.bind(*operands.values(), names=tuple(operands), **params)
+
+
+_ONWARD = _new(_passed_on, ("ds",))
+_BACK = _new(_passed_back, ("g", "gstate"))
+
+
+@_ONWARD.def_abstract_eval
+def _(*avals, names, recurrence, dtype, **_):
+    ds = avals[names.index("ds")]
+    axis, shape = recurrence.axis, ds.shape
+    full = (*shape[:axis], recurrence.length, *shape[axis + 1 :])
+    return [ds.update(shape=full, dtype=dtype), ds]
+
+
+@_BACK.def_abstract_eval
+def _(*avals, names, recurrence, **_):
+    given = avals[names.index("g" if "g" in names else "gstate")]
+    return [given.update(shape=step_shape(given.shape, recurrence.axis), dtype=recurrence.state)]
+
+
+def _transpose_onward(cotangents, *args, names, **params):
+    named = dict(zip(names, args, strict=True))
+    ds = named.pop("ds").aval
+    given = dict(zip(("g", "gstate"), cotangents, strict=True))
+    given = {name: ct for name, ct in given.items() if not isinstance(ct, ad.Zero)}
+    out = _bind(_BACK, named | given, **params)[0] if given else ad.Zero(ds)
+    return [out if name == "ds" else None for name in names]
+
+
+def _transpose_back(cotangents, *args, names, recurrence, prefixes, dtype):
+    named = dict(zip(names, args, strict=True))
+    (ds,) = cotangents
+    if isinstance(ds, ad.Zero):
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+    given = {name: x for name, x in named.items() if name not in ("g", "gstate")} | {"ds": ds}
+    dh, dlast = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
+    found = {"g": dh, "gstate": dlast}
+    return [found[name] if ad.is_undefined_primal(named[name]) else None for name in names]
+
+
+ad.primitive_transposes[_ONWARD] = _transpose_onward
+ad.primitive_transposes[_BACK] = _transpose_back
 
 
 # ---- The exchange: from the maps of all shards to the state before the own one -------------------
@@ -383,12 +652,12 @@ def _cut(maps: jax.Array) -> jax.Array:
     return maps[2] != 0 if len(maps) > 2 else jnp.zeros_like(maps[0], bool)
 
 
-def _gathered(recurrence, axis_name, first, own) -> Pair:
-    """The state before the own shard, `first` before the first one; and the maps of all shards."""
+def _gathered(recurrence, axis_name, own) -> Pair:
+    """The state before the own shard, zero before the first one; and the maps of all shards."""
     maps = lax.all_gather(own, axis_name)
     _, every = lax.scan(
         lambda s, shard: (_apply(shard, s), s),
-        first,
+        _like(own[1], 0),
         maps,
         reverse=recurrence.reverse,
         unroll=min(len(maps), _UNROLL),
@@ -396,22 +665,22 @@ def _gathered(recurrence, axis_name, first, own) -> Pair:
     return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False), maps
 
 
-def _gathered_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
-    """Its tangent, linear in those of `first` and of all last states: a scan over the shards."""
-    shards = Recurrence(0, len(maps), recurrence.reverse, True, recurrence.state)
+def _gathered_tangent(recurrence, axis_name, last, maps) -> jax.Array:
+    """Its tangent, linear in those of all last states: a scan over the shards."""
+    shards = Recurrence(0, len(maps), recurrence.reverse, False, recurrence.state)
     states = lax.all_gather(last, axis_name)
     # A product that has overflowed must not make a NaN of a tangent that is zero.
-    operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states, "h0": first[None]}
+    operands = {"a": jnp.nan_to_num(maps[:, 0]), "b": states}
     if maps.shape[1] > 2:
         operands["reset"] = maps[:, 2] != 0
     after, _ = _primitives.scan(shards, operands, recurrence.state)
     index, reverse = lax.axis_index(axis_name), recurrence.reverse
     previous = jnp.clip(index + (1 if reverse else -1), 0, len(maps) - 1)
     before = lax.dynamic_index_in_dim(after, previous, keepdims=False)
-    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+    return jnp.where(_rank(recurrence, axis_name) == 0, _like(before, 0), before)
 
 
-def _doubled(recurrence, axis_name, first, own) -> Pair:
+def _doubled(recurrence, axis_name, own) -> Pair:
     """As `_gathered`; the maps are those of the own shard and of 1, 3, 7, ... before it with it."""
     rank, levels, distance = _rank(recurrence, axis_name), [own], 1
     while distance < lax.axis_size(axis_name):
@@ -422,11 +691,10 @@ def _doubled(recurrence, axis_name, first, own) -> Pair:
         own = jnp.where(rank >= distance, jnp.stack(composed), own)
         levels.append(own)
         distance *= 2
-    after = _from_before(recurrence, axis_name, _apply(own, first), 1)
-    return jnp.where(rank == 0, first, after), jnp.stack(levels)
+    return _from_before(recurrence, axis_name, own[1], 1), jnp.stack(levels)
 
 
-def _doubled_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
+def _doubled_tangent(recurrence, axis_name, last, maps) -> jax.Array:
     """As `_gathered_tangent`."""
 
     def times(level, x):
@@ -435,9 +703,7 @@ def _doubled_tangent(recurrence, axis_name, first, last, maps) -> jax.Array:
 
     for level in range(len(maps) - 1):
         last = last + times(level, _from_before(recurrence, axis_name, last, 2**level))
-    after = last + times(len(maps) - 1, first)
-    before = _from_before(recurrence, axis_name, after, 1)
-    return jnp.where(_rank(recurrence, axis_name) == 0, first, before)
+    return _from_before(recurrence, axis_name, last, 1)
 
 
 def _doubled_products(recurrence, axis_name, product, maps) -> jax.Array:
@@ -471,7 +737,11 @@ def _from_before(recurrence, axis_name, x: jax.Array, distance: int) -> jax.Arra
 
 def _like(x: jax.Array, value: float) -> jax.Array:
     """A constant like `x`, which varies over the same manual axes."""
-    return _vary_alike({"x": x, "new": jnp.full(x.shape, value, x.dtype)})["new"]
+    return _vary_like(x, jnp.full(x.shape, value, x.dtype))
+
+
+def _vary_like(x: jax.Array, constant: jax.Array) -> jax.Array:
+    return _vary_alike({"x": x, "new": constant})["new"]
 
 
 def _vary_alike(values: dict[str, jax.Array]) -> dict[str, jax.Array]:

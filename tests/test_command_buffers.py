@@ -103,7 +103,7 @@ def test_X1_a_profile_shows_graphs(tmp_path):
     graphs = sum(n for name, n in names.items() if "GraphLaunch" in name)
     launches = sum(n for name, n in names.items() if re.match("cu(da)?LaunchKernel", name))
     seen = f"{kernels} kernels, {graphs} graphs, {launches} launches; {names.most_common(40)}"
-    assert kernels in (0, *range(4 * calls, 100 * calls)), seen
+    assert kernels == 0 or calls <= kernels < 100 * calls, seen
     assert graphs >= calls, seen
     assert launches < calls, seen
 
@@ -118,19 +118,16 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_P1_launches_of_a_call(name, tmp_path):
-    """A handful of kernels for a scan and its gradient, as many for a scan of twice the length."""
-    case, calls, counts = LAUNCHED[name], 5, []
-    for k, longer in enumerate((1, 2)):
+    """A handful of kernels for a scan and its gradient, and no more if it is four times longer."""
+    case, calls = LAUNCHED[name], 5
+    f = jax.jit(lambda a, b: jax.vjp(partial(linear_scan, axis=case.axis), a, b)[1](b))
+    for longer in (1, 4):
         shape = list(case.shape)
         shape[case.axis] *= longer
-        x = [jnp.asarray(y) for y in arguments(case._replace(shape=tuple(shape)), "float32")[:2]]
-        f = jax.jit(lambda a, b: jax.vjp(partial(linear_scan, axis=case.axis), a, b)[1](b))
-        found = on_streams(profiled(f, x, calls, tmp_path / str(k)))
-        counts.append(sum(found.values()))
-    print(name, counts)
-    if all(counts):
-        assert counts[0] == counts[1], counts
-        assert counts[0] <= 6 * calls, counts
+        given = arguments(case._replace(shape=tuple(shape)), "float32")
+        found = on_streams(profiled(f, given[:2], calls, tmp_path / str(longer)))
+        print(name, longer, found)
+        assert sum(found.values()) <= 6 * calls, found
 
 
 def test_X1_independent_scans_share_the_stream(tmp_path):

@@ -362,7 +362,8 @@ def test_memory_is_flat(name):
 def test_X6_a_result_that_no_memory_holds():
     """16 TiB are refused in Python, and the next call works."""
     huge = jax.jit(lambda a: linear_scan(a, jnp.ones(2**43, jnp.bfloat16), axis=-1)[-1])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+    # With JAX 0.8 the CPU says that as an INTERNAL error.
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED|Out of memory"):
         jax.block_until_ready(huge(jnp.bfloat16(0.5)))
     check(*small())
 

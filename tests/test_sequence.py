@@ -12,7 +12,7 @@ from cases import Case, arguments
 from devices import calls, collectives, mesh, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import Oracle, check, same
+from oracles import Oracle, check, same, state_dtype
 from programs import lax_scan
 
 from jax_scan import _primitives, _sequence, linear_scan, sequence_parallel_scan
@@ -576,3 +576,206 @@ def test_one_device_agrees_with_linear_scan_exactly():
     a, b, h0, _ = arguments(Case("", (2, 33, 5), h0=(2, 5)))
     scan, args = on_devices(a, b, h0, count=1)
     np.testing.assert_array_equal(scan(*args), linear_scan(a, b, h0))
+
+
+# ---- What is forgotten within a device's steps ---------------------------------------------------
+
+EACH = 384  # steps on each of three devices
+
+
+@pytest.fixture
+def short_prefixes(monkeypatch):
+    """Devices look after 48, 96 and 192 steps whether they have forgotten."""
+    monkeypatch.setattr(_sequence, "_PREFIX", 48)
+    monkeypatch.setattr(_sequence, "_RATIO", 2)
+    _sequence._mapped.cache_clear()
+    yield
+    _sequence._mapped.cache_clear()
+
+
+def forgetting(dtype, at, reverse=False, channels=3, each=EACH):
+    """Arguments over some devices, which forget in the 40 steps that start at `at` on each."""
+    case = Case("", (2, len(at) * each, channels), h0=(2, channels), reverse=reverse)
+    given = arguments(case, dtype)
+    a = np.array(given.a)
+    for device, start in enumerate(at):
+        if start is not None:
+            first = device * each + start
+            a[:, first : first + 40] *= 2.0 ** (-28 if dtype == "float64" else -4)
+    return case, given._replace(a=a[:, ::-1].copy() if reverse else a)
+
+
+def reached(a, reset=None, reverse=False):
+    """How far the state before each device's steps reaches there: an index into the prefixes."""
+    over = mesh(t=3)
+    recurrence = Recurrence(1, EACH, reverse, True, np.dtype(state_dtype(a.dtype)))
+
+    def local(operands):
+        prefixes = _sequence._prefixes(recurrence)
+        return _sequence._reach(recurrence, prefixes, operands)[1][None]
+
+    f = jax.shard_map(local, mesh=over, in_specs=P(None, "t"), out_specs=P("t"))
+    operands = {"a": a} if reset is None else {"a": a, "reset": reset[..., None]}
+    found = jax.jit(f)({name: put(x, over, P(None, "t")) for name, x in operands.items()})
+    return np.asarray(found).tolist()
+
+
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "at", "reaches", "reverse"),
+    [
+        ("float32", (5, 5, 52), [0, 0, 1], False),
+        ("float32", (5, 110, None), [0, 2, 3], True),
+        ("complex64", (None, 52, 8), [3, 1, 0], False),
+        ("bfloat16", (110, 220, 52), [2, 3, 1], True),
+    ],
+)
+@pytest.mark.usefixtures("short_prefixes", "exchange")
+def test_S3_states_that_are_forgotten(dtype, at, reaches, reverse):
+    """Each device decides by its own factors after how many steps."""
+    case, given = forgetting(dtype, at, reverse)
+    assert reached(given.a, reverse=reverse) == (reaches[::-1] if reverse else reaches)
+    dots, cts = arguments(case, dtype, seed=1), arguments(case, dtype, seed=2)
+    state = np.asarray(cts.h0, state_dtype(given.a.dtype))
+    scan, args = on_devices(*given[:3], count=3, reverse=reverse, return_state=True)
+    run = jax.jit(everything(lambda a, b, h0, _: scan(a, b, h0)))
+    some = [tuple(map(jnp.asarray, x[:3])) for x in (dots, cts)]
+    out, dout, gradients = run(tuple(args), None, some[0], (some[1][1], jnp.asarray(state)))
+    oracle = oracle_of(case, given)
+    for x, expected in zip(out, oracle.values(), strict=True):
+        check(x, expected, "value")
+    if dtype != "bfloat16":  # a tangent is the sum of two, each of which is rounded
+        for x, expected in zip(dout, oracle.tangents(*dots[:3]), strict=True):
+            check(x, expected, "tangent")
+    expected = oracle.cotangents(cts.b, state)
+    for x, name in zip(gradients, expected, strict=True):
+        check(x, expected[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("start", [5, 2000])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_S3_long_scans_over_two_devices(start, reverse):
+    """Forgotten within the first 1024 steps, or not. On GPUs where there are two."""
+    case, given = forgetting("float32", (None, start), reverse, each=8200)
+    scan, args = on_devices(*given[:3], count=2, reverse=reverse)
+    g = arguments(case, seed=2).b
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    oracle = oracle_of(case, given)
+    check(h, oracle.values()[0])
+    gradients = pull(jax.device_put(g, h.sharding))
+    for x, expected in zip(gradients, oracle.cotangents(g).values(), strict=True):
+        check(x, expected)
+
+
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_states_that_end_at_resets():
+    case, given = forgetting("float32", (None, None, None))
+    reset = np.zeros((2, 3 * EACH), bool)
+    reset[:, 20] = True
+    reset[:, EACH + 60] = True
+    reset[0, 2 * EACH + 3] = True  # of one batch entry: the other goes on
+    assert reached(given.a, reset) == [0, 1, 3]
+    case, given = case._replace(reset=reset.shape), given._replace(reset=reset)
+    g = arguments(case, seed=2).b
+    scan, args = on_devices(*given, count=3)
+    h, pull = jax.vjp(jax.jit(scan), *args)
+    oracle = oracle_of(case, given)
+    check(h, oracle.values()[0])
+    for x, expected in zip(pull(jnp.asarray(g)), oracle.cotangents(g).values(), strict=True):
+        check(x, expected)
+
+
+@pytest.mark.parametrize(("zeros", "reverse"), [(1, True), (2, False)])
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_higher_derivatives_of_states_that_are_forgotten(monkeypatch, zeros, reverse):
+    """Factors of zero alone do not forget: without one of them the product is not zero."""
+    monkeypatch.setattr(_sequence, "_LEAST", 2.0**-28)
+    case, (a, b, h0, _) = forgetting("float64", (None, 5, None), reverse, channels=2)
+    first = 2 * EACH + 7
+    at = 3 * EACH - first - zeros if reverse else first
+    a[:, at : at + zeros] = 0
+    assert reached(a, reverse=reverse) == [3, 0, 3]
+    scan, args = on_devices(a, b, h0, count=3, reverse=reverse)
+    theirs = partial(lax_scan, axis=case.axis, reverse=reverse)
+
+    def derivatives(scan):
+        def loss(a, b, h0):
+            return jnp.sum(jnp.sin(scan(a, b, h0)))
+
+        grad = jax.grad(loss, (0, 1, 2))
+
+        def every(*x):
+            squares = jax.grad(lambda *x: sum(jnp.sum(y**2) for y in grad(*x)), (0, 1, 2))
+            forward = jax.jvp(lambda *x: jax.jvp(loss, x, x)[1], x, x)[1]
+            return jax.jvp(grad, x, x)[1], squares(*x), forward
+
+        return jax.jit(every)
+
+    jax.tree.map(same, derivatives(scan)(*args), derivatives(theirs)(*map(jnp.asarray, (a, b, h0))))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.usefixtures("short_prefixes")
+def test_N1_what_is_not_finite_is_not_forgotten(value):
+    """Neither what enters a device's steps nor what they hold themselves, early or late.
+
+    An infinity times a product that underflows may become a NaN.
+    """
+    for where in (EACH - 1, EACH + 3, EACH + 300):
+        for name in ("a", "b"):
+            case, given = forgetting("float32", (5, 5, 5))
+            getattr(given, name)[0, where, 1] = value
+            scan, args = on_devices(*given[:3], count=3)
+            h, expected = np.array(scan(*args)), oracle_of(case, given).values()[0]
+            lost = np.isnan(h) & np.isinf(expected.value)
+            assert not lost[:, : 2 * EACH].any()
+            h[lost] = expected.value[lost]
+            check(h, expected)
+
+
+@pytest.mark.parametrize("mapped", ["a", "b"])
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_vmap_of_states_that_are_forgotten(mapped):
+    """The factors of all entries decide together."""
+    _, given = forgetting("float32", (5, 52, 110))
+    _, slow = forgetting("float32", (None, 52, None))
+    over = mesh(t=3)
+    a = np.stack([given.a[0], slow.a[0]]) if mapped == "a" else given.a[0]
+    scan = partial(sequence_parallel_scan, axis_name="t", axis=0)
+    scan = jax.vmap(scan, in_axes=(0 if mapped == "a" else None, 0))
+    specs = P(*(None,) * (a.ndim - 2), "t"), P(None, "t")
+
+    def f(a, b):
+        h, pull = jax.vjp(scan, a, b)
+        return h, pull(b)
+
+    f = jax.shard_map(f, mesh=over, in_specs=specs, out_specs=(specs[1], specs))
+    h, (da, db) = jax.jit(f)(put(a, over, specs[0]), put(given.b, over, specs[1]))
+    oracle = Oracle(a, given.b)
+    check(h, oracle.values()[0])
+    check(da, oracle.cotangents(given.b)["a"])
+    check(db, oracle.cotangents(given.b)["b"])
+
+
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_forgotten_outside_of_jit(monkeypatch):
+    monkeypatch.setattr(_sequence, "_RATIO", 8)
+    _, given = forgetting("float32", (5, 52, None))
+    over = mesh(t=3)
+    split = P(None, "t")
+    scan = partial(sequence_parallel_scan, axis_name="t")
+    f = jax.shard_map(scan, mesh=over, in_specs=(split, split), out_specs=split)
+    args = [put(x, over, split) for x in given[:2]]
+    check(f(*args), Oracle(*given[:2]).values()[0])
+
+
+def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
+    functions = ("value", "gradient", "tangent", "second")
+    usual = {name: communication(4096, name) for name in functions}
+    monkeypatch.setattr(_sequence, "_PREFIX", 64)
+    _sequence._mapped.cache_clear()
+    for name in functions:
+        sent, kernels = communication(4096, name)
+        assert sent == usual[name][0]
+        assert len(kernels) > len(usual[name][1])
+    _sequence._mapped.cache_clear()

@@ -33,6 +33,7 @@ _FLAGS = ["-Wall", "-Wextra", "-ffp-contract=off", "-pthread"]
 def main() -> int:
     arguments = _parse()
     on_cpu = arguments.platform == "cpu"
+    commit = _commit()
     with tempfile.TemporaryDirectory() as folder:
         program = arguments.program or _build(arguments, Path(folder))
         command = [str(program.resolve()), str(arguments.problems), str(arguments.seed)]
@@ -49,7 +50,7 @@ def main() -> int:
     summary = next((line for line in lines if line.startswith('{"platform"')), "{}")
     record: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit,
         "device": _processor() if on_cpu else _asked(["nvidia-smi", "--query-gpu=name", _CSV]),
         "versions": _versions(on_cpu),
         "sanitizer": arguments.sanitize or "none",

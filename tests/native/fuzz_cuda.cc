@@ -43,6 +43,7 @@ struct NamedPath {
   const char* name;
 };
 constexpr NamedPath kPaths[] = {{Path::kAuto, "auto"},
+                                {Path::kCluster, "cluster"},
                                 {Path::kSequential, "sequential"},
                                 {Path::kChained, "chained"},
                                 {Path::kGeneral, "general"}};

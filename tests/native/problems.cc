@@ -455,7 +455,7 @@ class Oracle {
   }
 
   R tolerance(const Kept& x) const {
-    return unit_ * (steady_ ? 4 * x.linear : 8 * std::sqrt(x.squares)) + 2 * x.lost;
+    return unit_ * (steady_ ? 5 * x.linear : 10 * std::sqrt(x.squares)) + 2 * x.lost;
   }
   void put_largest(Kept& x, R part) const {
     x.largest = std::max(part, norm(x.value));
@@ -520,6 +520,7 @@ class Oracle {
             Sums<R, N> products(largest_, normal_);
             products.product(past, s.value, u_tolerance);
             d.open = !products.get(d.value) || s.open;
+            for (int c = 0; c < N; ++c) d.beyond[c] = products.beyond(c);
             const R h = norm(past);
             d.squares = s.squares * h * h;
             d.linear = s.linear * h;
@@ -529,7 +530,7 @@ class Oracle {
           }
           if (case_.da_over_time) {
             const R d_tolerance = tolerance(d);
-            total.add(d.value, d_tolerance);
+            total.add(d, d_tolerance);
             sum.open = sum.open || d.open;
             sum_tolerance += d_tolerance + 2 * grain_;
             for (int c = 0; c < N; ++c) {
@@ -557,7 +558,7 @@ class Oracle {
       sum.open = !total.get(sum.value) || sum.open;
       const R roundings = steady_ ? R(time) : std::sqrt(R(time));
       sum.largest = most_partial;
-      sum.lost = (sum_tolerance + 8 * unit_ * roundings * most_partial) / 2;
+      sum.lost = (sum_tolerance + 10 * unit_ * roundings * most_partial) / 2;
       emit(kDaOut, channel, sum);
     }
     emit(kFinal, channel, s);

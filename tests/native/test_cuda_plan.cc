@@ -25,6 +25,16 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {true, 1, 4, 4}, {false, 4, 4, 4}, {false, 1, 4, 4}, {false, 4, 2, 4}, {false, 2, 8, 8}};
 
+// The kernels of cluster.cuh.
+struct ClusterKernel {
+  bool line;
+  int channels_of_thread;
+  int steps;
+  int bytes;
+};
+constexpr ClusterKernel kClusterKernels[] = {
+    {true, 1, 16, 4}, {false, 4, 8, 4}, {false, 1, 8, 4}, {false, 4, 8, 2}};
+
 int failures = 0;
 
 void expect(bool holds, const char* what, Op op, int64_t outer, int64_t time, int64_t inner,
@@ -42,13 +52,27 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
     expect(what, text, op, outer, time, inner, state);
   };
   holds(all <= channels * workspace_bytes_per_channel(time, state), "workspace per channel");
+  for (const ClusterKernel& k : kClusterKernels) {
+    if (!k.line && inner % k.channels_of_thread != 0) continue;
+    const ClusterPlan plan =
+        plan_cluster(k.line, k.channels_of_thread, k.steps, k.bytes, channels, time, 132);
+    if (plan.groups == 0) continue;
+    const int width = k.channels_of_thread << plan.lanes_log2;
+    const int64_t tile = int64_t{plan.warps} * (32 >> plan.lanes_log2) * k.steps;
+    holds(width <= 32 && plan.lanes_log2 <= (k.line ? 0 : 5), "channels of a cluster");
+    holds(plan.groups * width >= channels && plan.groups <= UINT16_MAX, "clusters cover channels");
+    holds(plan.ranks * tile >= time && plan.ranks <= kMostRanks, "a cluster covers time");
+    holds(plan.warps == kClusterWarps || 2 * plan.warps == kClusterWarps, "warps of a block");
+  }
   for (const Kernel& k : kKernels) {
     if (k.state_bytes != byte_size(state)) continue;
     if (!k.line && inner % k.channels_of_thread != 0) continue;
     const int steps = segment_steps(k.line, k.channels_of_thread, k.bytes);
     const Tiling t =
         chained_tiling(k.line, k.channels_of_thread, steps, k.state_bytes, channels, time);
-    holds(t.bytes <= all, "workspace of the chained path");
+    // A scan has no sums.
+    const size_t bytes = op == Op::kCotangent ? t.bytes : t.sums_offset;
+    holds(bytes <= all, "workspace of the chained path");
     holds(t.channels <= kMostChannels, "channels of a tile");
     holds(t.tiles * t.tile_steps >= time, "tiles cover time");
     holds(int64_t{t.groups} * t.channels >= channels, "tiles cover channels");

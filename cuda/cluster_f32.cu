@@ -1,0 +1,7 @@
+#include "cuda/cluster.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_cluster<float, float, float, chained::Rows<4>, 8>(const Problem&,
+                                                                              const ClusterPlan&,
+                                                                              cudaStream_t);
+}  // namespace jax_scan
