@@ -16,6 +16,7 @@ EXAMPLES = int(os.environ.get("JAX_SCAN_TEST_EXAMPLES", "0"))
 PARTS = range(8)  # hypothesis varies what it has drawn: a few short runs see more than a long one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_random_calls(part):
     count = max(EXAMPLES // len(PARTS), 1) if EXAMPLES else 30

@@ -28,6 +28,8 @@ from programs import lax_scan
 
 from jax_scan import linear_scan
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("JAX_SCAN_TEST_LOAD") == "1"
 
 

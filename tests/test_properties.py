@@ -227,6 +227,7 @@ DOUBLE = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_chains_of_transformations(part):
     """Derivatives up to the third order, of mapped scans and mapped, in any order."""
