@@ -233,3 +233,23 @@ def test_derivatives_of_three_mapped_axes():
     for x, y in zip(f(linear_scan), f(lax_scan), strict=True):
         assert x.shape[:3] == (N, N, N)
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 40, 32), (3, 300, 64)])
+def test_mapped_tangents_of_sixteen_bit_data(shape, dtype):
+    """A tangent that is mapped where h is not reads h with a stride of zero in between."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.uniform(-0.9, 0.9, shape), dtype) for _ in range(2))
+    da, db = (jnp.asarray(rng.normal(size=(*shape, 5)), dtype) for _ in range(2))
+
+    def dots(scan, a, b, da, db):
+        return jax.vmap(lambda da, db: jax.jvp(scan, (a, b), (da, db))[1], -1, -1)(da, db)
+
+    result = jax.jit(lambda *args: dots(linear_scan, *args))(a, b, da, db)
+    assert result.dtype == dtype
+    want = dots(lax_scan, *(x.astype("float64") for x in (a, b, da, db)))
+    rounding = float(jnp.finfo(dtype).eps)
+    # h has been rounded, and the result is.
+    bound = rounding * (np.abs(want) + 20 * np.abs(want).mean())
+    assert (np.abs(np.asarray(result, "float64") - want) <= bound).all()
