@@ -464,9 +464,11 @@ def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[
         size = jnp.abs(given["a"])
         given["a"] = lax.max(size, _like(size, _LEAST))
         product = _product(real._replace(length=count), given)
+        nothing = _like(product, 0).astype(recurrence.state)
         return lax.cond(
-            _everywhere(product == 0),
-            lambda: (product.astype(recurrence.state), _vary_like(product, jnp.float32(index))),
+            # Factors above 1/2 never make a zero of a GPU's least subnormal number.
+            _everywhere(product < jnp.finfo(product.dtype).tiny),
+            lambda: (nothing, _vary_like(product, jnp.float32(index))),
             lambda: look(index + 1),
         )
 

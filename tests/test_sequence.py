@@ -779,3 +779,16 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
         assert sent == usual[name][0]
         assert len(kernels) > len(usual[name][1])
     _sequence._mapped.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_S3_products_of_many_channels_are_forgotten(dtype):
+    """A product of factors above 1/2 ends at a subnormal number where there are such, not at zero.
+
+    So many channels are walked step by step on a GPU, which keeps subnormal numbers.
+    """
+    a = jnp.full((1, 2048, 8192), 0.7, dtype)
+    recurrence = Recurrence(1, 2048, False, True, np.dtype(state_dtype(a.dtype)))
+    product, reach = jax.jit(partial(_sequence._reach, recurrence, (1024,)))({"a": a})
+    assert reach == 0
+    assert not np.asarray(product).any()
