@@ -101,7 +101,7 @@ __device__ __forceinline__ void wait_for(uint64_t* barrier) {
   while (done == 0) {
     asm volatile(
         "{ .reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
         "selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(shared_address(barrier))
