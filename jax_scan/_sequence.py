@@ -128,7 +128,8 @@ def sequence_parallel_scan(
     rounding, with three exceptions. Over several devices and without `h0` the first factor is read;
     it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
     product of their factors and H what they make of zero: where A overflows, so does the result,
-    and an infinite state may become a NaN. And a tangent or cotangent that is not finite passes no steps whose product has underflowed.
+    and an infinite state may become a NaN. And a tangent or cotangent that is not finite passes no
+    steps whose product has underflowed.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
