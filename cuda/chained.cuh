@@ -544,6 +544,9 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       const Position next = next_position();
       mine.send_first(next, mine.plain(next, stride));
     }
+    // Bit c: for channel c some lane's map does not do. All must, not only the last one's: lanes
+    // put the same maps together in different ways.
+    unsigned without = 0;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       for (int delta = stride; delta < 32; delta *= 2) {
@@ -554,6 +557,19 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
           map[c] = compose(map[c], earlier);
         }
       }
+      if (!(bound[c].a <= Bounds<R>::product && bound[c].b <= Bounds<R>::local)) without |= 1u << c;
+    }
+    if (__any_sync(0xffffffffu, without != 0)) {
+      for (int delta = stride; delta < 32; delta *= 2) {
+        without |= __shfl_xor_sync(0xffffffffu, without, delta);
+      }
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        if ((without >> c & 1u) != 0) bound[c].a = R(INFINITY);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
       before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
       if (lane < stride) before[c] = {};
       if (lane >= 32 - stride) {

@@ -32,7 +32,7 @@ template <class R>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float product = 0x1p20f, local = 0x1p60f;
+  static constexpr float product = 0x1p20f, local = 0x1p78f;
 };
 template <>
 struct Limits<double> {
