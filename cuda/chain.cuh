@@ -75,6 +75,7 @@ struct Mail {
 template <int kBatch, class S>
 __device__ __forceinline__ int carry_some(const Mail<S>& mail, int tiles, int tile, int64_t channel,
                                           S& s) {
+  constexpr unsigned kAll = 0xffffffffu;
   const bool inside = channel < mail.channels;
   const Packet<S>* from = mail.map(tile, inside ? channel : 0);
   Packet<S>* to = mail.state(tile + 1, inside ? channel : 0);
@@ -84,8 +85,25 @@ __device__ __forceinline__ int carry_some(const Mail<S>& mail, int tiles, int ti
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) packets[j] = receive(from + min(j, count - 1) * mail.channels);
 
-  // In a straight line as far as all lanes have maps, and states to which they can be applied.
+  // The usual case is worth a straight line: all have sent maps, and no state is too large.
   S states[kBatch];
+  bool usual = count == kBatch;
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const S before = j == 0 ? s : states[j - 1];
+    usual = usual && packets[j].is_map() && state_within(before);
+    states[j] = apply(packets[j].map(), before);
+  }
+  if (__all_sync(kAll, usual || (!inside && count == kBatch))) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (inside) send(to + j * mail.channels, Packet<S>::tagged(Sent::kState, states[j]));
+    }
+    s = states[kBatch - 1];
+    return kBatch;
+  }
+
+  // Otherwise as far as all lanes have maps, and states to which they can be applied.
   bool good = true;
   int mine = 0;
 #pragma unroll
@@ -93,21 +111,23 @@ __device__ __forceinline__ int carry_some(const Mail<S>& mail, int tiles, int ti
     const S before = j == 0 ? s : states[j - 1];
     good = good && j < count && packets[j].is_map() && state_within(before);
     mine += good ? 1 : 0;
-    states[j] = apply(packets[j].map(), before);
   }
   const int ready = least_of_warp(inside ? mine : count);
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) {
-    if (j < ready) {
-      if (inside) send(to + j * mail.channels, Packet<S>::tagged(Sent::kState, states[j]));
-      s = states[j];
+    if (j < ready && inside) {
+      send(to + j * mail.channels, Packet<S>::tagged(Sent::kState, states[j]));
     }
+  }
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    if (j < ready) s = states[j];
   }
   if (ready > 0) return ready;
 
   // Or through a single tile.
   Packet<S> packet = packets[0];
-  if (!__all_sync(0xffffffffu, !inside || !packet.is(Sent::kNothing))) return 0;
+  if (!__all_sync(kAll, !inside || !packet.is(Sent::kNothing))) return 0;
   if (inside) {
     if (packet.is_map() && state_within(s)) {
       s = apply(packet.map(), s);
