@@ -30,8 +30,10 @@ def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
     """The median time of one call of each in microseconds.
 
     They take turns, so that clocks, temperature and neighbours are the same for all. A turn is one
-    program or, if they are short, several: on a GPU a queue of them, on a CPU, where they would
-    share the cores, one after the other. What is slow has fewer turns.
+    program or, if they are short, several: on a CPU, where they would share the cores, one after
+    the other; on a GPU a queue of them, and of a long queue the time that it takes beyond a short
+    one, which leaves out the first launch of a turn (0.5 to 0.8 ms, until which the GPU has
+    nothing to do). What is slow has fewer turns.
     """
     batch = _BATCH.get(jax.default_backend(), 1e-3)
     programs: dict[str, int] = {}
@@ -49,9 +51,17 @@ def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
         for name, candidate in candidates.items():
             if turn < turns[name] or turns[name] == _ROUNDS:
                 count = programs[name]
-                times[name].append(_run(candidate, count) / (count * candidate.calls))
+                times[name].append(_turn(candidate, count) / candidate.calls)
         turn += 1
     return {name: statistics.median(found) * 1e6 for name, found in times.items()}
+
+
+def _turn(candidate: Timed, programs: int) -> float:
+    """Seconds for one program."""
+    if jax.default_backend() == "cpu":
+        return _run(candidate, programs) / programs
+    short = max(1, programs // 2)
+    return (_run(candidate, 3 * short) - _run(candidate, short)) / (2 * short)
 
 
 def _run(candidate: Timed, programs: int) -> float:

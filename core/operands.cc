@@ -125,9 +125,32 @@ std::optional<DType> dtype_of(ffi::DataType t) {
   }
 }
 
+// For messages: also of dtypes that no operand may have.
 std::string name_of(const ffi::AnyBuffer& buffer) {
-  const std::optional<DType> dtype = dtype_of(buffer.element_type());
-  return dtype ? name(*dtype) : "number " + std::to_string(static_cast<int>(buffer.element_type()));
+  const ffi::DataType type = buffer.element_type();
+  if (const std::optional<DType> dtype = dtype_of(type)) return name(*dtype);
+  switch (type) {
+    case ffi::PRED:
+      return "bool";
+    case ffi::S8:
+      return "int8";
+    case ffi::S16:
+      return "int16";
+    case ffi::S32:
+      return "int32";
+    case ffi::S64:
+      return "int64";
+    case ffi::U8:
+      return "uint8";
+    case ffi::U16:
+      return "uint16";
+    case ffi::U32:
+      return "uint32";
+    case ffi::U64:
+      return "uint64";
+    default:
+      return "number " + std::to_string(static_cast<int>(type)) + " of XLA's";
+  }
 }
 
 std::optional<DType> state_dtype_of(std::string_view text) {
@@ -299,7 +322,7 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     }
     if (operand->slot == &Problem::reset) {
       if (buffer->element_type() != ffi::PRED) {
-        return check.error("operand", operand->name, "must be bool");
+        return check.error("operand", operand->name, "must be bool, got " + name_of(*buffer));
       }
       continue;
     }
@@ -381,8 +404,12 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   }
 
   // What one operand or result asks of the others.
-  if (op == Op::kScan && p.has_h0 != (p.init.data != nullptr)) {
-    return check.error("attribute 'has_h0' disagrees with operand 'h0'");
+  if (op == Op::kScan && p.has_h0 && !p.init.data) {
+    return check.error("operand", "h0", "is missing, but attribute 'has_h0' is true");
+  }
+  if (op != Op::kCotangent && !p.has_h0 && p.init.data) {
+    return check.error("operand", op == Op::kScan ? "h0" : "dh0",
+                       "is given, but attribute 'has_h0' is false");
   }
   if (op == Op::kScan && !p.y.data && !p.final.data) {
     return check.error("neither 'h' nor 'state' is among the results");

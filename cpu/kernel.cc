@@ -51,7 +51,7 @@ Blocks::Blocks(const Problem& p) {
   // Few neighbouring channels, or an odd number of them: chunks of time as lanes, two vectors or
   // more, in blocks that stay in the first-level cache.
   const bool odd = p.inner < 64 && p.inner * size % 64 != 0;
-  if ((p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes) {
+  if (p.channels() > 0 && (p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes) {
     chunks_ = p.inner == 1 ? 32 : 16;
     steps_ = std::max<int64_t>(16, 8192 / size / (chunks_ * p.inner) / 16 * 16);
   } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements) {

@@ -6,8 +6,9 @@
 #define JAX_SCAN_VECTOR_BYTES 64
 #define JAX_SCAN_F16C 1
 #if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl")

@@ -673,7 +673,8 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
                             problem.channels(), problem.time);
   const int bytes = Mine::kBytes + t.maps_bytes;
   const int64_t all = t.tiles * t.groups;
-  if (bytes > device.shared_bytes || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
+  const int most = device.shared_bytes - 1024;  // beside what the kernel declares
+  if (bytes > most || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
     return cudaErrorNotSupported;
   }
   const int64_t resident =
@@ -684,8 +685,9 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
 
   const auto kernel = chained_kernel<kOp, T, Layout>;
+  // The same for every call: another thread may be launching this kernel with another size.
   cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   if (error != cudaSuccess) return error;
   auto* memory = static_cast<unsigned char*>(workspace);
   auto* counter = reinterpret_cast<unsigned*>(memory);

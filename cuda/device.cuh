@@ -153,6 +153,18 @@ __device__ __forceinline__ Composed<T> shuffle_up(Composed<T> map, int delta) {
   return {shuffle_up(map.a, delta), shuffle_up(map.lost, delta), shuffle_up(map.b, delta)};
 }
 
+// The least of what a warp's lanes have.
+__device__ __forceinline__ int least_of_warp(int value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(0xffffffffu, value);
+#else
+  for (int delta = 16; delta > 0; delta /= 2) {
+    value = min(value, __shfl_xor_sync(0xffffffffu, value, delta));
+  }
+  return value;
+#endif
+}
+
 // A map may be applied to such a state.
 template <class S>
 __device__ __forceinline__ bool state_within(S s) {

@@ -288,6 +288,9 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
       const Composed<S> earlier = shuffle_up(inclusive, delta);
       if (thread % 32 >= delta) inclusive = compose(inclusive, earlier);
     }
+    // The map of a row's steps may be too large though none from the tile's first step on is.
+    const bool row_certain = magnitude(inclusive.a) <= Bounds<Real<S>>::product &&
+                             magnitude(inclusive.b) <= Bounds<Real<S>>::local;
     Composed<S> before;
     if (lanes < 32) {
       before = shuffle_up(inclusive, lanes);
@@ -301,7 +304,8 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
     Composed<S> rows_before;
     for (int k = 0; k < row; ++k) rows_before = compose(rows[k * lanes + lane], rows_before);
     before = compose(before, rows_before);
-    const bool certain = magnitude(before.a) * products <= Bounds<Real<S>>::product &&
+    const bool certain = row_certain &&
+                         magnitude(before.a) * products <= Bounds<Real<S>>::product &&
                          magnitude(before.b) * products + locals <= Bounds<Real<S>>::local;
     if (!certain) atomicOr(&uncertain[lane], 1);
     if (thread == 0)

@@ -201,9 +201,10 @@ inline constexpr int kMaxSlots = 6;
 
 struct SequentialPlan {
   int64_t blocks;
-  int32_t groups;  // of 32 channels in a block; 0: there are too few channels for this path
-  int32_t teams;   // of one warp for each group
-  int32_t slots;   // stages of a team that are on their way
+  int32_t groups;      // of 32 channels in a block; 0: there are too few channels for this path
+  int32_t teams;       // of one warp for each group
+  int32_t slots;       // stages of a team that are on their way
+  int32_t most_bytes;  // of shared memory that a block of the GPU can have
   // The operand's rows are copied in 16-byte pieces.
   bool a_in_pieces, x_in_pieces, da_in_pieces, h_in_pieces;
 };
@@ -229,6 +230,7 @@ inline constexpr int kBytesInFlight = 72 * 1024;
 constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, int64_t channels,
                                          int multiprocessors, int shared_bytes) {
   SequentialPlan plan{};
+  plan.most_bytes = shared_bytes;
   const int64_t groups = (channels + 31) / 32, places = std::max(multiprocessors, 1);
   if (10 * groups < 9 * int64_t{multiprocessors}) return plan;
   const int64_t rounds = (groups + 4 * places - 1) / (4 * places);

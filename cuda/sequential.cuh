@@ -529,8 +529,9 @@ template <Op kOp, class A, class B, class H>
 cudaError_t launch_op(const Problem& problem, const SequentialPlan& plan, cudaStream_t stream) {
   const auto kernel = sequential_kernel<kOp, A, B, H>;
   const int bytes = sequential_bytes(kOp, Streams<kOp, A, B, H>::kTypes, plan);
+  // The same for every call: another thread may be launching this kernel with another size.
   const cudaError_t raised =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
   if (raised != cudaSuccess) return raised;
   kernel<<<dim3(static_cast<unsigned>(plan.blocks)), 32 * plan.groups * plan.teams, bytes,
            stream>>>(problem, plan);

@@ -201,7 +201,8 @@ def _array(name: str, x: Any) -> jax.Array:
             return jnp.asarray(x if isinstance(x, complex) else float(x))
         except OverflowError:
             raise ValueError(f"{name} is an int beyond the range of float64") from None
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) and not hasattr(x, "__jax_array__"):
+    known = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
+    if not known or isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a JAX or NumPy array or a Python number, got {_kind(x)}")
     if isinstance(x, (np.ndarray, np.generic)):
         _check_dtype(name, x.dtype)  # before JAX makes of it what it can hold
@@ -296,4 +297,6 @@ def _kind(x: Any) -> str:
         return f"a value traced by JAX ({jax.typeof(x).str_short()}); it must be static"
     if type(x).__module__.split(".")[0] == "torch":
         return f"a torch {type(x).__name__}; jax_scan.torch.linear_scan takes those"
+    if isinstance(x, np.ma.MaskedArray):
+        return "a masked array; x.filled(...) makes a plain one"
     return "None" if x is None else f"{x!r} of type {type(x).__name__}"

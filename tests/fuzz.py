@@ -327,7 +327,7 @@ def function(p: Plan) -> Callable[..., Any]:
 
     results = [p.axes_of_result(state) for state in range(1 + call.return_state)]
     fixed_names = call.shapes.keys() - call.moving
-    f = base
+    f: Callable[..., Any] = base
     for level in reversed(range(call.outside, len(call.levels))):
         ins = (argument_axes(call.moving, level), argument_axes(fixed_names, level))
         f = jax.vmap(f, ins, tuple(axes.places()[level] for axes in results))
@@ -339,11 +339,12 @@ def function(p: Plan) -> Callable[..., Any]:
         return jax.jvp(f, (x,), (dots,))[1]
 
     def derivative(moving: Any, fixed: Any, dots: Any, more: Any, cotangents: Any) -> Any:
-        inner = lambda m: f(m, fixed)  # noqa: E731
-        given = {"F": dots, "R": cotangents}
+        def inner(x: Any) -> Any:
+            return f(x, fixed)
+
         if call.order == "value":
             return inner(moving)
-        one = {"F": push, "R": pull}
+        one, given = {"F": push, "R": pull}, {"F": dots, "R": cotangents}
         first = call.order[-1]
         if len(call.order) == 1:
             return one[first](inner, moving, given[first])
@@ -351,13 +352,13 @@ def function(p: Plan) -> Callable[..., Any]:
         return one[call.order[0]](lambda m: one[first](inner, m, given[first]), moving, then)
 
     gradient = call.order in ("R", "FR", "RR", "RF")
-    f5 = derivative
+    mapped: Callable[..., Any] = derivative
     for level in reversed(range(call.outside)):
         places = tuple(axes.places()[level] for axes in results)
         dots = argument_axes(call.moving, level, derivative=True)
         ins = (argument_axes(call.moving, level), argument_axes(fixed_names, level), dots, dots)
-        f5 = jax.vmap(f5, (*ins, places), dots if gradient else places)
-    return f5
+        mapped = jax.vmap(mapped, (*ins, places), dots if gradient else places)
+    return mapped
 
 
 def given_arrays(p: Plan) -> tuple[Any, ...]:

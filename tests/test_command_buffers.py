@@ -1,4 +1,7 @@
-"""On a GPU: the calls lie inside CUDA graphs that XLA captures, with the operations around them."""
+"""On a GPU: what a call launches, and that it lies inside the CUDA graphs that XLA captures.
+
+Kernels are missing from a profile while another process has the GPU's tracer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from jax_scan import linear_scan
 pytestmark = pytest.mark.gpu
 
 # The kernels' names in cuda/.
-KERNELS = ("sequential_kernel", "lookback_kernel")
+KERNELS = ("sequential_kernel", "chained_kernel", "general_kernel", "sum_over_tiles_kernel")
 
 
 def given():
@@ -33,6 +36,32 @@ def loss(a, b, h0, scan=linear_scan):
 
 
 GRAD = jax.grad(loss, (0, 1, 2))
+
+
+def profiled(f, x, calls, folder) -> dict[str, Counter[str]]:
+    """What happens in so many calls: for each line of the profile, its events by name."""
+    jax.block_until_ready(f(*x))
+    with jax.profiler.trace(str(folder)):
+        for _ in range(calls):
+            jax.block_until_ready(f(*x))
+    (file,) = folder.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    lines: dict[str, Counter[str]] = {}
+    for plane in profile.planes:
+        for line in plane.lines:
+            found = lines.setdefault(f"{plane.name} {line.name}", Counter())
+            found.update(e.name for e in line.events)
+    return lines
+
+
+def on_streams(lines: dict[str, Counter[str]]) -> dict[str, int]:
+    """The package's kernels on each stream of the GPU that ran any."""
+    counts = {
+        line: sum(n for name, n in names.items() if any(k in name for k in KERNELS))
+        for line, names in lines.items()
+        if "Stream #" in line
+    }
+    return {line: n for line, n in counts.items() if n}
 
 
 def test_X1_every_call_is_recorded(tmp_path):
@@ -61,10 +90,7 @@ def test_X1_every_call_is_recorded(tmp_path):
 
 
 def test_X1_a_profile_shows_graphs(tmp_path):
-    """Graphs are launched, and hardly a kernel by itself.
-
-    The kernels themselves are missing from a profile while another process has the GPU's tracer.
-    """
+    """Graphs are launched, and hardly a kernel by itself."""
     calls = 20
     # Without the option XLA runs the operations one by one while a profiler looks on.
     options = {"xla_enable_command_buffers_during_profiling": True}
@@ -72,12 +98,7 @@ def test_X1_a_profile_shows_graphs(tmp_path):
     x = given()
     for _ in range(10):  # until the allocator hands out buffers that graphs exist for
         jax.block_until_ready(f(*x))
-    with jax.profiler.trace(str(tmp_path)):
-        for _ in range(calls):
-            jax.block_until_ready(f(*x))
-    (file,) = tmp_path.rglob("*.xplane.pb")
-    profile = jax.profiler.ProfileData.from_file(str(file))
-    names = Counter(e.name for plane in profile.planes for line in plane.lines for e in line.events)
+    names = sum(profiled(f, x, calls, tmp_path).values(), Counter())
     kernels = sum(n for name, n in names.items() if any(k in name for k in KERNELS))
     graphs = sum(n for name, n in names.items() if "GraphLaunch" in name)
     launches = sum(n for name, n in names.items() if re.match("cu(da)?LaunchKernel", name))
@@ -85,3 +106,37 @@ def test_X1_a_profile_shows_graphs(tmp_path):
     assert kernels in (0, *range(4 * calls, 100 * calls)), seen
     assert graphs >= calls, seen
     assert launches < calls, seen
+
+
+LAUNCHED = {
+    "many channels": Case("", (8, 4096, 256)),
+    "one channel": Case("", (1, 30000, 1)),
+    "time last": Case("", (8, 5000), axis=-1),
+    "shared a": Case("", (8, 4096, 64), a=(64,)),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_P1_launches_of_a_call(name, tmp_path):
+    """A handful of kernels for a scan and its gradient, as many for a scan of twice the length."""
+    case, calls, counts = LAUNCHED[name], 5, []
+    for k, longer in enumerate((1, 2)):
+        shape = list(case.shape)
+        shape[case.axis] *= longer
+        x = [jnp.asarray(y) for y in arguments(case._replace(shape=tuple(shape)), "float32")[:2]]
+        f = jax.jit(lambda a, b: jax.vjp(partial(linear_scan, axis=case.axis), a, b)[1](b))
+        found = on_streams(profiled(f, x, calls, tmp_path / str(k)))
+        counts.append(sum(found.values()))
+    print(name, counts)
+    if all(counts):
+        assert counts[0] == counts[1], counts
+        assert counts[0] <= 6 * calls, counts
+
+
+def test_X1_independent_scans_share_the_stream(tmp_path):
+    """Kernels of two scans that nothing orders run on the stream that XLA gives, on no other."""
+    a, b, _ = (x.astype(jnp.float32) for x in given())
+    f = jax.jit(lambda a, b: (linear_scan(a, b), linear_scan(a * 0.5, b, reverse=True)))
+    found = on_streams(profiled(f, (a, b), 5, tmp_path))
+    print(found)
+    assert len(found) <= 1, found

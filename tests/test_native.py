@@ -57,7 +57,7 @@ def test_missing_cpu_module(registered, install):
     assert not registered
 
 
-def test_missing_cuda_module(registered, install):
+def test_B1_X5_missing_cuda_module(registered, install):
     install(module("_cpu"))
     install(None, "jax_scan._cuda")
     _native.load()
@@ -68,7 +68,7 @@ def test_missing_cuda_module(registered, install):
         _native.module("cuda")
 
 
-def test_broken_cuda_module(registered, install, tmp_path, monkeypatch):
+def test_X5_broken_cuda_module(registered, install, tmp_path, monkeypatch):
     """A file that is no library: the loader's own words are kept."""
     import importlib.machinery
 
@@ -137,7 +137,7 @@ def test_B3_the_modules_in_use_run_on_the_floor():
         assert tuple(found.ffi_api_version) <= _native._installed_api()
 
 
-def test_failing_registration_of_cuda_is_kept(registered, install, monkeypatch):
+def test_X5_failing_registration_of_cuda_is_kept(registered, install, monkeypatch):
     def register(*_, platform, **__):
         if platform == "CUDA":
             raise RuntimeError("Duplicate FFI handler registration")

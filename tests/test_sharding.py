@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import handlers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,7 @@ class Sharded(NamedTuple):
 
 SHARDED = {
     "batch": Sharded(Case("", (8, 12, 6), h0=(8, 6)), P("x"), (4, 6, 12)),
+    "batch over four devices": Sharded(Case("", (8, 64, 4)), P(("x", "y")), (2, 4, 64)),
     "batch over two axes": Sharded(Case("", (8, 12, 6)), P(("x", "y")), (2, 6, 12)),
     "channels": Sharded(Case("", (3, 12, 8), reverse=True), P(None, None, ("x", "z")), (3, 2, 12)),
     "both": Sharded(
@@ -460,56 +462,16 @@ def test_cuda_workspace_is_split_with_the_channels(monkeypatch):
     assert "sharding_rule" in text
 
 
-def call(**changed):
-    """One scan of a (2, 5, 3) by its FFI call, with some attributes changed."""
-    x = jnp.ones((2, 5, 3), jnp.float32)
-    attributes = {
-        "operands": "a b",
-        "results": "h",
-        "state": "float32",
-        "axis": 1,
-        "length": 5,
-        "reverse": False,
-        "has_h0": False,
-        "time_last": False,
-        "repeated": np.zeros(2, np.int64),
-    } | changed
-    a = attributes.pop("a", x)
-    result = jax.ShapeDtypeStruct(attributes.pop("shape", x.shape), jnp.float32)
-    with jax.default_device(jax.devices("cpu")[0]):
-        target = jax.ffi.ffi_call(_native.TARGETS["scan"], result)
-        return np.asarray(target(a, attributes.pop("b", x), **attributes))
-
-
 def test_S1_what_the_handler_reads():
     """Of equal entries the first only; and shapes with time last, in memory elsewhere."""
     b = np.arange(30, dtype=np.float32).reshape(2, 5, 3)
     a = np.full((7, 5, 1), np.nan, np.float32)
     a[0] = 0.5
-    h = call(a=jnp.asarray(a), b=jnp.asarray(b), repeated=np.array([1, 0]))
+    (h,) = handlers.call(a, b, repeated=np.array([1, 0]))
     check(h, Oracle(a[0], b).values()[0])
-    x = jnp.ones((2, 3, 5), jnp.float32)
-    h = call(a=x, b=jnp.asarray(b.reshape(2, 3, 5)), time_last=True, shape=(2, 3, 5))
+    x, shapes = np.ones((2, 3, 5), np.float32), [((2, 3, 5), np.float32)]
+    (h,) = handlers.call(x, b.reshape(2, 3, 5), time_last=True, shapes=shapes)
     check(h.reshape(2, 5, 3), Oracle(np.ones_like(b), b).values()[0])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"repeated": np.zeros(1, np.int64)}, "'repeated' has 1 entries, the call has 2 operands"),
-        ({"repeated": np.array([2, 0])}, "'a' can't be repeated in time"),
-        ({"a": jnp.ones((7, 5, 3), jnp.float32)}, "does not broadcast"),
-        ({"a": jnp.ones((0, 5, 3), jnp.float32), "repeated": np.array([1, 0])}, "of size 0"),
-        ({"time_last": True}, r"'a' has shape \(2, 3, 5\), which does not broadcast"),
-        ({"shape": (7, 5, 3), "repeated": np.array([1, 1])}, "does not broadcast|expected"),
-    ],
-)
-def test_S1_the_handler_checks(changed, message):
-    if changed.get("shape"):
-        changed = changed | {"a": jnp.ones((4, 5, 3), jnp.float32), "b": jnp.ones((0, 5, 3))}
-        message = "of size 0|must|can't"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call(**changed)
 
 
 @pytest.mark.parametrize("a_shape", [(), (6,), (12, 6), (4, 12, 6)])

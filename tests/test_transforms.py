@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import Case, arguments
 from jax.sharding import AxisType
@@ -52,31 +50,6 @@ def test_G7_chained_scans_in_one_jit():
 def test_jit_of_grad_of_jit():
     x = given()
     all_same(jax.jit(jax.grad(jax.jit(loss), (0, 1, 2)))(*x), GRAD(*x))
-
-
-def test_X4_many_threads():
-    a, b = given(Case("", (2, 256, 8)))
-    inside = jax.jit(lambda a, b: jnp.sum(linear_scan(a, b @ jnp.ones((8, 8)))))
-    expected, total = np.asarray(linear_scan(a, b)), float(inside(a, b))
-    wrong = []
-
-    def work():
-        try:
-            for _ in range(50):
-                if not np.array_equal(linear_scan(a, b), expected):
-                    wrong.append("value")
-            if abs(float(inside(a, b)) - total) > 1e-9 * abs(total):
-                wrong.append("sum")
-        except Exception as error:
-            wrong.append(repr(error))
-
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(120)
-    assert not any(t.is_alive() for t in threads)
-    assert not wrong
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
