@@ -64,7 +64,7 @@ struct Position {
 // What no partial product (a) and no partial result (b) of two maps in a row exceeds, from what
 // holds for each of them. Sums, so that a NaN is kept: then nothing is certain.
 template <class S, class R>
-__device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Affine<S> first,
+__device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Composed<S> first,
                                                    Affine<R> of_first) {
   return {of_first.a + magnitude(first.a) * second.a,
           of_first.b + (magnitude(first.b) * second.a + second.b)};
@@ -316,7 +316,7 @@ class Share {
   // The segment's map for each channel, and in `bound` what no partial product and no partial
   // result exceeds: |A_k| <= bound.a, |B_k| <= bound.b.
   template <bool kPlain, bool kDescending>
-  __device__ __forceinline__ void compose_steps(Affine<S> (&map)[kChannels],
+  __device__ __forceinline__ void compose_steps(Composed<S> (&map)[kChannels],
                                                 Affine<Real<S>> (&bound)[kChannels],
                                                 const Held& held, Cuts cuts) const {
 #pragma unroll kUnroll
@@ -330,8 +330,10 @@ class Share {
         const Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
                          load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
         advance<kOp>(map[c].b, in);
+        const Product<S> composed = product(in.a, map[c].a);
         // A select: a NaN before the cut ends there, and the bound would not tell of it.
-        map[c].a = cut ? S(0) : in.a * map[c].a;
+        map[c].lost = cut ? S(0) : mul_add(in.a, map[c].lost, composed.lost);
+        map[c].a = cut ? S(0) : composed.rounded;
         bound[c].a = larger(bound[c].a, magnitude(map[c].a));
         bound[c].b = larger(bound[c].b, magnitude(map[c].b));
       }
@@ -487,7 +489,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
 
   // Behind the slots: the map of each warp, [warp][column], later of all the warps before it in
   // time; behind these the bounds of these maps.
-  auto* const rows = reinterpret_cast<Affine<S>*>(shared + Mine::kBytes);
+  auto* const rows = reinterpret_cast<Composed<S>*>(shared + Mine::kBytes);
   auto* const bounds = reinterpret_cast<Affine<R>*>(rows + blockDim.x / 32 * channels_of_warp);
   const int row = warp * channels_of_warp + column;
 
@@ -529,7 +531,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     mine.hold(held);
 
     // The map of this thread's segment; then `before`, that of the warp's segments before it.
-    Affine<S> map[kChannels], before[kChannels];
+    Composed<S> map[kChannels], before[kChannels];
     Affine<R> bound[kChannels];
 #pragma unroll
     for (Affine<R>& b : bound) b = {R(1), R(0)};
@@ -550,7 +552,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       for (int delta = stride; delta < 32; delta *= 2) {
-        const Affine<S> earlier{shuffle_up(map[c].a, delta), shuffle_up(map[c].b, delta)};
+        const Composed<S> earlier = shuffle_up(map[c], delta);
         const Affine<R> bound_of{shuffle_up(bound[c].a, delta), shuffle_up(bound[c].b, delta)};
         if (lane >= delta) {
           bound[c] = bound_of_both(bound[c], earlier, bound_of);
@@ -570,7 +572,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     }
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
+      before[c] = shuffle_up(map[c], stride);
       if (lane < stride) before[c] = {};
       if (lane >= 32 - stride) {
         rows[row + c] = map[c];
@@ -584,13 +586,13 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     if (one_each && thread == 0) tickets[(turn - 1) % 2] = all;
     bool from_steps = false;
     if (owner) {
-      Affine<S> total;
+      Composed<S> total;
       Affine<R> total_bound{R(1), R(0)};
       const int first_row = Layout::kLine ? thread * tiling.time_warps : thread;
 #pragma unroll 4
       for (int k = 0; k < tiling.time_warps; ++k) {
-        Affine<S>& map_of = rows[first_row + k * channels_of_warp];
-        const Affine<S> next = map_of;
+        Composed<S>& map_of = rows[first_row + k * channels_of_warp];
+        const Composed<S> next = map_of;
         total_bound = bound_of_both(bounds[first_row + k * channels_of_warp], total, total_bound);
         map_of = total;
         total = compose(next, total);
@@ -598,7 +600,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       const bool certain = total_bound.a <= Bounds<R>::product && total_bound.b <= Bounds<R>::local;
       if (followed) {
         send(mail.map(at.tile_index, flat),
-             certain ? Packet<S>::map(total) : Packet<S>::tagged(Sent::kUnknown, S(0)));
+             certain ? Packet<S>::map(total.rounded()) : Packet<S>::tagged(Sent::kUnknown, S(0)));
       }
       while (entering.is(Sent::kNothing)) entering = receive(mail.state(at.tile_index, flat));
       from_steps = !certain || !state_within(entering.state());

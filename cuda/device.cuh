@@ -94,6 +94,65 @@ __device__ __forceinline__ T shuffle_down(T value, int delta) {
   return internal::bit_cast<T>(w);
 }
 
+// x y, rounded, and what rounding has taken from it. None of the operations may be fused but those
+// that are asked for.
+template <class T>
+struct Product {
+  T rounded, lost;
+};
+__device__ __forceinline__ float times(float x, float y) { return __fmul_rn(x, y); }
+__device__ __forceinline__ double times(double x, double y) { return __dmul_rn(x, y); }
+__device__ __forceinline__ float plus(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ double plus(double x, double y) { return __dadd_rn(x, y); }
+__device__ __forceinline__ Product<float> product(float x, float y) {
+  const float p = times(x, y);
+  return {p, mul_add(x, y, -p)};
+}
+__device__ __forceinline__ Product<double> product(double x, double y) {
+  const double p = times(x, y);
+  return {p, mul_add(x, y, -p)};
+}
+// x1 y1 + x2 y2
+template <class R>
+__device__ __forceinline__ Product<R> sum_of_products(R x1, R y1, R x2, R y2) {
+  const Product<R> u = product(x1, y1), v = product(x2, y2);
+  const R sum = plus(u.rounded, v.rounded), of_v = plus(sum, -u.rounded);
+  const R lost = plus(plus(u.rounded, -plus(sum, -of_v)), plus(v.rounded, -of_v));
+  return {sum, plus(plus(u.lost, v.lost), lost)};
+}
+template <class R>
+__device__ __forceinline__ Product<Complex<R>> product(Complex<R> x, Complex<R> y) {
+  const Product<R> re = sum_of_products(x.re, y.re, -x.im, y.im);
+  const Product<R> im = sum_of_products(x.re, y.im, x.im, y.re);
+  return {{re.rounded, im.rounded}, {re.lost, im.lost}};
+}
+
+// The map h -> (a + lost) h + b of several steps. `lost` is what rounding has taken from the
+// product of their factors. Without it composed maps are less exact than the steps: factors that
+// are alike, or all close to 1, round the same way time after time, and the errors add up.
+template <class T>
+struct Composed {
+  T a = T(1);
+  T lost = T(0);
+  T b = T(0);
+  // As one map, rounded once.
+  __device__ __forceinline__ Affine<T> rounded() const { return {a + lost, b}; }
+};
+template <class T>
+__device__ __forceinline__ Composed<T> compose(Composed<T> second, Composed<T> first) {
+  const Product<T> p = product(second.a, first.a);
+  return {p.rounded, mul_add(second.a, first.lost, mul_add(second.lost, first.a, p.lost)),
+          mul_add(second.a, first.b, mul_add(second.lost, first.b, second.b))};
+}
+template <class T>
+__device__ __forceinline__ T apply(Composed<T> map, T h) {
+  return mul_add(map.a, h, mul_add(map.lost, h, map.b));
+}
+template <class T>
+__device__ __forceinline__ Composed<T> shuffle_up(Composed<T> map, int delta) {
+  return {shuffle_up(map.a, delta), shuffle_up(map.lost, delta), shuffle_up(map.b, delta)};
+}
+
 // The least of what a warp's lanes have.
 __device__ __forceinline__ int least_of_warp(int value) {
 #if __CUDA_ARCH__ >= 800

@@ -230,9 +230,9 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
   extern __shared__ __align__(16) char shared[];  // the operands on their way
   __shared__ Affine<S> window[kWindowPlaces];  // what predecessors have sent, [distance - 1][lane]
   __shared__ bool is_state[kWindowPlaces];
-  __shared__ Affine<S> rows[kGeneralThreads];  // the map of each row of threads, [row][lane]
-  __shared__ S carry[kGeneralThreads];         // the state that enters, [lane]
-  __shared__ int uncertain[kGeneralThreads];   // [lane]: the tile's map may not stand for its steps
+  __shared__ Composed<S> rows[kGeneralThreads];  // the map of each row of threads, [row][lane]
+  __shared__ S carry[kGeneralThreads];           // the state that enters, [lane]
+  __shared__ int uncertain[kGeneralThreads];     // [lane]: the map may not stand for the steps
   __shared__ int64_t tickets[2];
 
   const Walk walk(p);
@@ -269,13 +269,15 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
 
     // The map of this thread's steps, and the sums that bound every partial product and partial
     // result on the way.
-    Affine<S> inclusive;
+    Composed<S> inclusive;
     Real<S> products = 0, locals = 0;
 #pragma unroll
     for (int r = 0; r < kSteps; ++r) {
       const Step<S> in = run[r];
       advance<kOp>(inclusive.b, in);
-      inclusive.a = coefficient(in) * inclusive.a;
+      const Product<S> composed = product(coefficient(in), inclusive.a);
+      inclusive.lost = mul_add(coefficient(in), inclusive.lost, composed.lost);
+      inclusive.a = composed.rounded;
       products += magnitude(inclusive.a);
       locals += magnitude(inclusive.b);
     }
@@ -283,15 +285,15 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
     // `before`: the map of the tile's steps before this thread's. First within the warp (which
     // holds several rows of `lanes` threads, or a part of one), then over the rows of warps.
     for (int delta = lanes; delta < 32; delta *= 2) {
-      const Affine<S> earlier{shuffle_up(inclusive.a, delta), shuffle_up(inclusive.b, delta)};
+      const Composed<S> earlier = shuffle_up(inclusive, delta);
       if (thread % 32 >= delta) inclusive = compose(inclusive, earlier);
     }
     // The map of a row's steps may be too large though none from the tile's first step on is.
     const bool row_certain = magnitude(inclusive.a) <= Bounds<Real<S>>::product &&
                              magnitude(inclusive.b) <= Bounds<Real<S>>::local;
-    Affine<S> before;
+    Composed<S> before;
     if (lanes < 32) {
-      before = {shuffle_up(inclusive.a, lanes), shuffle_up(inclusive.b, lanes)};
+      before = shuffle_up(inclusive, lanes);
       if (thread % 32 < lanes) before = {};
     }
     const int row_threads = lanes < 32 ? 32 : lanes;
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
     const int row_count = kGeneralThreads / row_threads;
     if (thread % row_threads >= row_threads - lanes) rows[row * lanes + lane] = inclusive;
     __syncthreads();
-    Affine<S> rows_before;
+    Composed<S> rows_before;
     for (int k = 0; k < row; ++k) rows_before = compose(rows[k * lanes + lane], rows_before);
     before = compose(before, rows_before);
     const bool certain = row_certain &&
@@ -313,9 +315,11 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
     // Publish the map.
     const Mailbox<S> mailbox(packets, lanes, tiling.groups, at.group, lane);
     const bool followed = at.tile_index + 1 < tiling.tiles;
-    Affine<S> total;
+    Affine<S> total;  // the same for whoever applies it, so that no result depends on timing
     if (thread < lanes) {
-      for (int k = 0; k < row_count; ++k) total = compose(rows[k * lanes + lane], total);
+      Composed<S> composed;
+      for (int k = 0; k < row_count; ++k) composed = compose(rows[k * lanes + lane], composed);
+      total = composed.rounded();
       if (at.tile_index > 0 && followed && !uncertain[lane]) mailbox.send(at.tile_index, total);
     }
 

@@ -96,7 +96,7 @@ constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, in
   }
   t.tiles = divide_up(time, t.tile_steps);
   t.groups = static_cast<uint32_t>(divide_up(channels, t.channels));
-  t.maps_bytes = t.warps * (line ? 1 : t.channels) * 4 * state_bytes;
+  t.maps_bytes = t.warps * (line ? 1 : t.channels) * 5 * state_bytes;
   const size_t places = t.tiles > 1 ? static_cast<size_t>(t.tiles) * t.groups * t.channels : 0;
   t.maps_offset = 256;
   t.states_offset = align_up(t.maps_offset + places * 2 * state_bytes);
