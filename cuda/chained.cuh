@@ -10,8 +10,14 @@
 //   2. receives from there the state that enters its tile, and
 //   3. runs the recurrence through its steps from that state, and writes.
 // (After Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016,
-// where each block looks back over its predecessors' maps itself.) As soon as a warp is done with a
-// tile, the next tile's operands are on their way into its part of shared memory.
+// where each block looks back over its predecessors' maps itself.)
+//
+// Blocks take tiles in the order of time, and each takes its next one only when it can begin with
+// it, when the state that enters its present one has come: in the order in which the states come.
+// A tile taken ahead waits, unread, until its block is through with the one before; since blocks do
+// not come by their tiles in the order in which they will be free, such tiles lie anywhere among
+// those that others are reading, and all later ones wait for their maps. Blocks fall into step
+// then: all read at once, then all wait (a third of the speed at (1,4194304,64)).
 //
 // A s_in + B stands for the step-by-step recurrence only while products and sums stay far from
 // overflow (Bounds). A tile for which that is not certain sends no map; it waits for the state,
@@ -256,8 +262,8 @@ class Share {
     if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, plain);
   }
 
-  // The thread's a and x, where they are read once and held in registers, so that the next tile's
-  // can take their slots. That pays where each thread has one channel of a row; others read twice.
+  // The thread's a and x, where they are read once and held in registers. That pays where each
+  // thread has one channel of a row; others read twice.
   static constexpr bool kHeld = !Layout::kLine && kChannels == 1;
   struct Held {
     Pack<A, kElements> a[kHeld ? kVectors : 1];
@@ -460,7 +466,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
   extern __shared__ __align__(16) char shared[];
   __shared__ S carry[kMostChannels];       // [channel]: the state that enters
   __shared__ int in_order[kMostChannels];  // [channel]: the last turn in which maps did not do
-  __shared__ uint32_t tickets[2];
+  __shared__ uint32_t next_ticket;
 
   const auto init_of = [&](uint32_t flat) {
     const uint32_t channel = min(flat, static_cast<uint32_t>(p.channels()) - 1);
@@ -470,9 +476,8 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
   };
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   if (blockIdx.x < tiling.chain_blocks) {
-    const int warps = blockDim.x / 32;
-    carry_states(mail, static_cast<int32_t>(tiling.tiles), blockIdx.x * warps + warp,
-                 tiling.chain_blocks * warps, shared, init_of);
+    static_assert(kMostTurns * kTileThreads / 32 * Baton<S>::kBytes <= Mine::kBytes);
+    carry_states(mail, tiling.chain_team, blockIdx.x, tiling.chain_blocks, shared, init_of);
     return;
   }
 
@@ -493,20 +498,23 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
   auto* const bounds = reinterpret_cast<Affine<R>*>(rows + blockDim.x / 32 * channels_of_warp);
   const int row = warp * channels_of_warp + column;
 
-  // Tiles are handed out in order, so that whoever has a tile's predecessors is running.
+  // Tiles are handed out in order: whoever has a tile's predecessors is running.
   const auto all = static_cast<uint32_t>(tiling.tiles * tiling.groups);
   // With a block for each tile that rests on blocks starting in the order of their index, as they
   // do on every GPU so far, though CUDA does not promise it.
   const uint32_t block = blockIdx.x - tiling.chain_blocks;
   const bool one_each = gridDim.x - tiling.chain_blocks == all;
-  if (thread == 0) {
-    tickets[0] = one_each ? block : atomicAdd(counter, 1u) + 1;  // it starts with all bits set
-    tickets[1] = one_each ? all : atomicAdd(counter, 1u) + 1;
-  }
+  const bool in_chain = tiling.tiles > 1;
+  // The counter starts with all bits set.
+  const auto take_ticket = [&] { return atomicAdd(counter, 1u) + 1; };
+  if (thread == 0) next_ticket = one_each ? block : take_ticket();
   if (thread < kMostChannels) in_order[thread] = 0;
   __syncthreads();
-  if (tickets[0] >= all) return;
-  Position at(p, tiling, tickets[0], channel, kChannels, segment, Mine::kSteps);
+  if (next_ticket >= all) return;
+  const auto position_of = [&](uint32_t ticket) {
+    return Position(p, tiling, ticket, channel, kChannels, segment, Mine::kSteps);
+  };
+  Position at = position_of(next_ticket);
   mine.send_first(at, mine.plain(at, stride));
   mine.send_second(at, mine.plain(at, stride));
 
@@ -514,13 +522,13 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     const bool plain = mine.plain(at, stride);
     const bool followed = at.tile_index + 1 < tiling.tiles;
     const bool owner = thread < tiling.channels;  // of a channel: it speaks for the block
-    const bool asks = thread == static_cast<int>(blockDim.x) - 1 && !one_each;
     const uint32_t flat = at.group * tiling.channels + thread;
-    // Questions whose answers take long.
-    const uint32_t ticket = asks ? atomicAdd(counter, 1u) + 1 : all;
+    // Questions whose answers take long. The tile after this one, if it has no state to wait for.
+    uint32_t ticket = all;
+    if (thread == 0 && !in_chain && !one_each) ticket = take_ticket();
     Packet<S> entering;
     if (owner) {
-      entering = at.tile_index > 0 ? receive(mail.state(at.tile_index, flat))
+      entering = at.tile_index > 0 ? receive(mail.at(at.tile_index - 1, flat))
                                    : Packet<S>::tagged(Sent::kState, init_of(flat));
     }
     const typename Mine::Cuts cuts = plain ? 0 : mine.find_cuts(at);
@@ -538,14 +546,6 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     mine.dispatch(plain, [&](auto is_plain, auto descending) {
       mine.template compose_steps<is_plain.value, descending.value>(map, bound, held, cuts);
     });
-    const uint32_t next_ticket = tickets[turn % 2];
-    const auto next_position = [&] {
-      return Position(p, tiling, next_ticket, channel, kChannels, segment, Mine::kSteps);
-    };
-    if (Mine::kHeld && next_ticket < all) {
-      const Position next = next_position();
-      mine.send_first(next, mine.plain(next, stride));
-    }
     // Bit c: for channel c some lane's map does not do. All must, not only the last one's: lanes
     // put the same maps together in different ways.
     unsigned without = 0;
@@ -582,8 +582,6 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     __syncthreads();
 
     // The map of the tile, and the state that enters it.
-    if (asks) tickets[(turn - 1) % 2] = ticket;
-    if (one_each && thread == 0) tickets[(turn - 1) % 2] = all;
     bool from_steps = false;
     if (owner) {
       Composed<S> total;
@@ -599,14 +597,16 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       }
       const bool certain = total_bound.a <= Bounds<R>::product && total_bound.b <= Bounds<R>::local;
       if (followed) {
-        send(mail.map(at.tile_index, flat),
+        send(mail.at(at.tile_index, flat),
              certain ? Packet<S>::map(total.rounded()) : Packet<S>::tagged(Sent::kUnknown, S(0)));
       }
-      while (entering.is(Sent::kNothing)) entering = receive(mail.state(at.tile_index, flat));
+      while (!entering.is(Sent::kState)) entering = receive(mail.at(at.tile_index - 1, flat));
+      if (thread == 0 && in_chain && !one_each) ticket = take_ticket();  // and not before
       from_steps = !certain || !state_within(entering.state());
       if (from_steps) in_order[thread] = turn;
       carry[thread] = entering.state();
     }
+    if (thread == 0 && !in_chain) next_ticket = ticket;
     const int rounds = __syncthreads_or(from_steps) ? tiling.time_warps * segments : 0;
 
     // Run the steps. A channel whose map can be trusted is not touched by what its neighbours hold;
@@ -636,7 +636,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       if (round >= 0) __syncthreads();
     }
     if (from_steps && followed) {
-      send(mail.map(at.tile_index, flat), Packet<S>::tagged(Sent::kState, carry[thread]));
+      send(mail.at(at.tile_index, flat), Packet<S>::tagged(Sent::kState, carry[thread]));
     }
     if (p.final.data && at.valid && at.s0 < p.time && at.s0 + Mine::kSteps >= p.time) {
 #pragma unroll
@@ -672,9 +672,13 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       }
     }
 
+    if (in_chain) {
+      if (thread == 0) next_ticket = ticket;
+      __syncthreads();
+    }
     if (next_ticket >= all) return;
-    at = next_position();
-    if (!Mine::kHeld) mine.send_first(at, mine.plain(at, stride));
+    at = position_of(next_ticket);
+    mine.send_first(at, mine.plain(at, stride));
     mine.send_second(at, mine.plain(at, stride));
   }
 }
@@ -697,8 +701,10 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   const int64_t resident =
       int64_t{device.multiprocessors} *
       std::min(Mine::kBlocks, device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
-  t.chain_blocks = static_cast<uint32_t>(chain_blocks(t, resident));
-  if (t.tiles > 1 && t.chain_blocks == 0) return cudaErrorNotSupported;
+  const Chain chain = plan_chain(t, resident);
+  t.chain_blocks = static_cast<uint32_t>(chain.blocks);
+  t.chain_team = chain.team;
+  if (t.tiles > 1 && chain.blocks == 0) return cudaErrorNotSupported;
   const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
 
   const auto kernel = chained_kernel<kOp, T, Layout>;
@@ -709,9 +715,8 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   auto* memory = static_cast<unsigned char*>(workspace);
   auto* counter = reinterpret_cast<unsigned*>(memory);
   S* sums = reinterpret_cast<S*>(memory + t.sums_offset);
-  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + t.maps_offset),
-                     reinterpret_cast<Packet<S>*>(memory + t.states_offset),
-                     int64_t{t.groups} * t.channels};
+  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + t.places_offset), t.tiles,
+                     t.groups * static_cast<uint32_t>(t.channels)};
   if (t.tiles > 1 || blocks < all) {
     error = cudaMemsetAsync(memory, 0xff, t.sums_offset, stream);
     if (error != cudaSuccess) return error;

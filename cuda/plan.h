@@ -22,7 +22,8 @@ JAX_SCAN_HD constexpr int packets_per_map(int state_bytes) {
 // ---- The single pass that is parallel in time (chained.cuh) ----
 
 inline constexpr int kTileThreads = 256;
-inline constexpr int kMostChannels = 32;  // of a tile
+inline constexpr int kMostChannels = 64;  // of a tile
+inline constexpr int kBundle = 32;        // channels whose states go through the tiles together
 
 // Shorter lines leave most of a warp without work.
 inline constexpr int kShortestLine = 256;
@@ -34,9 +35,12 @@ JAX_SCAN_HD constexpr int chained_blocks(Op op, bool line, int channels_of_threa
   return op == Op::kScan && state_bytes == 4 && (line || channels_of_thread > 1) ? 3 : 2;
 }
 
-// Steps of a thread's segment: 128 bytes of each operand, or 64 where they are held in registers.
+// Of each operand, a thread's segment: less where it is held in registers.
+JAX_SCAN_HD constexpr int segment_bytes(bool line, int channels) {
+  return line || channels > 1 ? 128 : 64;
+}
 JAX_SCAN_HD constexpr int segment_steps(bool line, int channels, int bytes) {
-  return (line || channels > 1 ? 128 : 64) / bytes / channels;
+  return segment_bytes(line, channels) / bytes / channels;
 }
 
 struct Tiling {
@@ -47,26 +51,35 @@ struct Tiling {
   int64_t tile_steps;     // time steps of a tile
   int64_t tiles;          // tiles along time
   uint32_t groups;        // tiles across channels
-  uint32_t chain_blocks;  // blocks that carry states from tile to tile; see chain_blocks()
+  uint32_t chain_blocks;  // blocks that carry states from tile to tile; see plan_chain()
+  int32_t chain_team;     // their warps that share a bundle
   int32_t maps_bytes;     // shared memory for maps
-  // The workspace: a counter of the tiles handed out, maps, states, sums of da.
-  size_t maps_offset, states_offset, sums_offset;
+  // The workspace: a counter of the tiles handed out, the tiles' places, sums of da.
+  size_t places_offset, sums_offset;
   size_t bytes;  // all of it
 };
 
-// Channels that one warp of the chain carries, in units of 32.
+// Bundles that one warp of the chain carries.
 inline constexpr int kMostTurns = 16;
 
-// The blocks that carry states from tile to tile, of as many as a GPU holds at a time. Few, since
-// they keep others from their places while they wait: kernels that share the GPU must not fill it
-// with their chains. 0: these channels are too many.
-constexpr int64_t chain_blocks(const Tiling& t, int64_t resident) {
-  if (t.tiles == 1) return 0;
-  const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
+// The blocks that carry states from tile to tile.
+struct Chain {
+  int64_t blocks;  // 0: these channels are too many
+  int32_t team;    // warps for each bundle; with 1, a warp may have several
+};
+
+// Of as many blocks as a GPU holds at a time, few are the chain, since they keep others from their
+// places while they wait: kernels that share the GPU must not fill it with their chains.
+constexpr Chain plan_chain(const Tiling& t, int64_t resident) {
+  if (t.tiles == 1) return {0, 1};
+  const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, kBundle);
   const int64_t most = std::max(resident / 16, int64_t{1});
+  const int64_t wanted = std::min(most, int64_t{8});
+  int32_t team = t.warps;
+  while (team > 1 && divide_up(bundles * team, t.warps) > wanted) team /= 2;
   const int64_t needed = divide_up(bundles, int64_t{kMostTurns} * t.warps);
-  const int64_t wanted = std::min(divide_up(bundles, t.warps), int64_t{8});
-  return needed > most ? 0 : std::max(needed, std::min(wanted, most));
+  const int64_t blocks = std::max(needed, std::min(divide_up(bundles * team, t.warps), wanted));
+  return {needed > most ? 0 : blocks, team};
 }
 
 // `channels_of_thread` x `steps`: a thread's share; `line`: see chained.cuh.
@@ -80,8 +93,10 @@ constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, in
     t.channels = t.warps / t.time_warps;
     t.tile_steps = int64_t{t.time_warps} * 32 * steps;
   } else {
-    const int most = channels_of_thread == 1 ? 5 : 3;
-    while (t.lanes_log2 < most && (int64_t{channels_of_thread} << t.lanes_log2) < channels) {
+    // As wide as a line of memory, 128 bytes.
+    const int lanes = 128 / (segment_bytes(line, channels_of_thread) / steps);
+    while ((1 << t.lanes_log2) < lanes &&
+           (int64_t{channels_of_thread} << t.lanes_log2) < channels) {
       ++t.lanes_log2;
     }
     // Few short channels: tiles half as wide need no chain if they hold all of time.
@@ -97,10 +112,10 @@ constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, in
   t.tiles = divide_up(time, t.tile_steps);
   t.groups = static_cast<uint32_t>(divide_up(channels, t.channels));
   t.maps_bytes = t.warps * (line ? 1 : t.channels) * 5 * state_bytes;
-  const size_t places = t.tiles > 1 ? static_cast<size_t>(t.tiles) * t.groups * t.channels : 0;
-  t.maps_offset = 256;
-  t.states_offset = align_up(t.maps_offset + places * 2 * state_bytes);
-  t.sums_offset = align_up(t.states_offset + places * 2 * state_bytes);
+  const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, kBundle);
+  const size_t places = t.tiles > 1 ? static_cast<size_t>(t.tiles) * bundles * kBundle : 0;
+  t.places_offset = 256;
+  t.sums_offset = align_up(t.places_offset + places * 2 * state_bytes);
   t.bytes = t.sums_offset + static_cast<size_t>(t.tiles) * channels * state_bytes;
   return t;
 }
@@ -320,14 +335,13 @@ constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps,
 
 // ---- The workspace ----
 
-// What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps, and less
-// than twice as many channels as there are.
+// What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps.
 constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   const size_t channels = static_cast<size_t>(outer) * inner;
   const size_t tiles = divide_up(time, 128), bytes = byte_size(state);
   const size_t places = tiles > 1 ? tiles * std::min(channels + kMostChannels, 2 * channels) : 0;
   const size_t sums = op == Op::kCotangent ? tiles * channels * bytes : 0;
-  const size_t chained = 768 + places * 4 * bytes + sums;
+  const size_t chained = 512 + places * 2 * bytes + sums;
   return std::max(general_tiling(op, outer, time, inner, state).bytes, chained);
 }
 

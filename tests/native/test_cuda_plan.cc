@@ -73,14 +73,16 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
     // A scan has no sums.
     const size_t bytes = op == Op::kCotangent ? t.bytes : t.sums_offset;
     holds(bytes <= all, "workspace of the chained path");
-    holds(t.channels <= kMostChannels, "channels of a tile");
+    holds(t.channels <= kMostChannels && t.lanes_log2 <= 5, "channels of a tile");
     holds(t.tiles * t.tile_steps >= time, "tiles cover time");
     holds(int64_t{t.groups} * t.channels >= channels, "tiles cover channels");
     for (const int64_t resident : {1, 40, 264, 396}) {
-      const int64_t blocks = chain_blocks(t, resident);
+      const auto [blocks, team] = plan_chain(t, resident);
       holds(blocks == 0 || 16 * blocks <= std::max<int64_t>(resident, 16), "the chain is small");
-      const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, 32);
-      holds(blocks == 0 || blocks * t.warps * kMostTurns >= bundles, "the chain carries all");
+      const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, kBundle);
+      const int64_t turns = team == 1 ? kMostTurns : 1;
+      holds(t.warps % team == 0, "warps of a team");
+      holds(blocks == 0 || blocks * (t.warps / team) * turns >= bundles, "the chain carries all");
     }
   }
 }
