@@ -48,8 +48,8 @@ def test_N6_at_most_twice_the_loops_error(measure, dtype):
         at_most_twice(measure, dtype, decay, length=4000)
 
 
-# Products of factors that are close to 1, or equal at every step, are rounded the same way again and
-# again: kernels that compose the maps of many steps have to make up for that.
+# Products of factors that are close to 1, or equal at every step, are rounded the same way again
+# and again: kernels that compose the maps of many steps have to make up for that.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "decay"),
