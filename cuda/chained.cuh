@@ -29,6 +29,28 @@ namespace jax_scan {
 
 namespace chained {
 
+// Holds a block back from reading a tile until the one `ahead` of tiles before it has sent its map
+// (see tiles_ahead in plan.h). To be passed when the block's own tile has.
+template <class S>
+class Gate {
+ public:
+  __device__ Gate(const Mail<S>& mail, const Tiling& t, uint32_t ticket) {
+    if (ticket < t.ahead) return;
+    const uint32_t tile = (ticket - t.ahead) / t.groups;
+    const uint32_t group = ticket - t.ahead - tile * t.groups;
+    if (tile + 1 >= t.tiles) return;  // it sends none
+    place_ = mail.map(tile, group * t.channels);
+    found_ = receive(place_);
+  }
+  __device__ void pass() {
+    while (place_ && found_.is(Sent::kNothing)) found_ = receive(place_);
+  }
+
+ private:
+  const Packet<S>* place_ = nullptr;
+  Packet<S> found_;
+};
+
 // The types of a, b and h.
 template <class A_, class B_, class H_>
 struct Types {
@@ -506,6 +528,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
   if (thread < kMostChannels) in_order[thread] = 0;
   __syncthreads();
   if (tickets[0] >= all) return;
+  if (!Mine::kHeld) Gate(mail, tiling, tickets[0]).pass();
   Position at(p, tiling, tickets[0], channel, kChannels, segment, Mine::kSteps);
   mine.send_first(at, mine.plain(at, stride));
   mine.send_second(at, mine.plain(at, stride));
@@ -609,6 +632,9 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     }
     const int rounds = __syncthreads_or(from_steps) ? tiling.time_warps * segments : 0;
 
+    // Its first look takes as long as the steps.
+    [[maybe_unused]] Gate gate(mail, tiling, next_ticket);
+
     // Run the steps. A channel whose map can be trusted is not touched by what its neighbours hold;
     // the segments of the others take turns.
     S s[kChannels], da_sum[kChannels];
@@ -674,7 +700,10 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
 
     if (next_ticket >= all) return;
     at = next_position();
-    if (!Mine::kHeld) mine.send_first(at, mine.plain(at, stride));
+    if (!Mine::kHeld) {
+      gate.pass();
+      mine.send_first(at, mine.plain(at, stride));
+    }
     mine.send_second(at, mine.plain(at, stride));
   }
 }
@@ -700,6 +729,7 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   t.chain_blocks = static_cast<uint32_t>(chain_blocks(t, resident));
   if (t.tiles > 1 && t.chain_blocks == 0) return cudaErrorNotSupported;
   const int64_t blocks = std::min(all, std::max(resident - t.chain_blocks, int64_t{1}));
+  t.ahead = Mine::kHeld ? UINT32_MAX : tiles_ahead(t, blocks);
 
   const auto kernel = chained_kernel<kOp, T, Layout>;
   // The same for every call: another thread may be launching this kernel with another size.
