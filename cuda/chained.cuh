@@ -13,7 +13,7 @@
 // where each block looks back over its predecessors' maps itself.)
 //
 // Blocks take tiles in the order of time, and each takes its next one only when it can begin with
-// it, when the state that enters its present one has come: in the order in which the states come.
+// it, once the state that enters its present one is there: in the order in which states come.
 // A tile taken ahead waits, unread, until its block is through with the one before; since blocks do
 // not come by their tiles in the order in which they will be free, such tiles lie anywhere among
 // those that others are reading, and all later ones wait for their maps. Blocks fall into step

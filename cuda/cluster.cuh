@@ -358,7 +358,7 @@ class Segment {
   // The segment's map for each channel, and what no partial product (bound.a) and no partial result
   // (bound.b) exceeds.
   template <bool kPlain>
-  __device__ __forceinline__ void compose_steps(Affine<S> (&map)[kChannels],
+  __device__ __forceinline__ void compose_steps(Composed<S> (&map)[kChannels],
                                                 Affine<R> (&bound)[kChannels]) const {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -368,11 +368,14 @@ class Segment {
         const bool cut = is_cut<kPlain>(k, c);
         if (k == 0) {
           map[c].a = cut ? S(0) : a;
+          map[c].lost = S(0);
           map[c].b = kOp != Op::kCotangent ? x : cut ? S(0) : a * x;
           bound[c] = {magnitude(map[c].a), magnitude(map[c].b)};
         } else {
           advance<kOp>(map[c].b, Step<S>{a, x, S(0), cut});
-          map[c].a = cut ? S(0) : a * map[c].a;
+          const Product<S> composed = product(a, map[c].a);
+          map[c].lost = cut ? S(0) : mul_add(a, map[c].lost, composed.lost);
+          map[c].a = cut ? S(0) : composed.rounded;
           bound[c].a = larger(bound[c].a, magnitude(map[c].a));
           bound[c].b = larger(bound[c].b, magnitude(map[c].b));
         }
@@ -536,6 +539,7 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
 
   extern __shared__ __align__(16) char shared[];
   __shared__ Message<S> of_warps[kClusterWarps][32];  // [][channel]
+  __shared__ S lost_by_warps[kClusterWarps][32];      // what rounding has taken from their products
   __shared__ Message<S> of_blocks[kMostRanks][32];
   __shared__ S states[kMostRanks][32];  // that come out of blocks without a map
   __shared__ S carry[32];
@@ -576,20 +580,20 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
 
   // The map of this thread's segment, then of the warp's segments up to it; `before`: of those
   // before it.
-  Affine<S> map[kChannels], before[kChannels];
+  Composed<S> map[kChannels], before[kChannels];
   Affine<R> bound[kChannels];
   mine.template compose_steps<kPlain>(map, bound);
   for (int delta = stride; delta < 32; delta *= 2) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      const Affine<S> earlier{shuffle_up(map[c].a, delta), shuffle_up(map[c].b, delta)};
+      const Composed<S> earlier = shuffle_up(map[c], delta);
       if (lane >= delta) map[c] = compose(map[c], earlier);
     }
   }
   unsigned without = 0;  // bit c: for channel c of its own, a lane cannot be certain
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    before[c] = {shuffle_up(map[c].a, stride), shuffle_up(map[c].b, stride)};
+    before[c] = shuffle_up(map[c], stride);
     if (lane < stride) before[c] = {};
     const bool within = magnitude(before[c].a) * bound[c].a <= Limits<R>::product &&
                         magnitude(before[c].b) * bound[c].a + bound[c].b <= Limits<R>::local;
@@ -603,27 +607,36 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
   if (lane >= 32 - stride) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      of_warps[warp][column + c] = Message<S>::of(map[c], (without >> c & 1u) == 0);
+      const Affine<S> without_lost{map[c].a, map[c].b};
+      of_warps[warp][column + c] = Message<S>::of(without_lost, (without >> c & 1u) == 0);
+      lost_by_warps[warp][column + c] = map[c].lost;
     }
   }
   __syncthreads();
 
   // The block's map, and that of the warps before this one.
-  Affine<S> total, until_warp;
+  Composed<S> total, until_warp;
   bool certain = true;
 #pragma unroll 1
   for (int k = 0; k < warps; k += kWarpBatch) {
     Message<S> messages[kWarpBatch];
+    S lost[kWarpBatch];
 #pragma unroll
-    for (int j = 0; j < kWarpBatch; ++j) messages[j] = of_warps[k + j][spoken];
+    for (int j = 0; j < kWarpBatch; ++j) {
+      messages[j] = of_warps[k + j][spoken];
+      lost[j] = lost_by_warps[k + j][spoken];
+    }
 #pragma unroll
     for (int j = 0; j < kWarpBatch; ++j) {
       if (k + j == warp) until_warp = total;
       certain = certain & messages[j].certain() & (magnitude(total.a) <= Limits<R>::product) &
                 (magnitude(total.b) <= Limits<R>::local);
-      total = compose(messages[j].map(), total);
+      const Affine<S> map_of = messages[j].map();
+      total = compose(Composed<S>{map_of.a, lost[j], map_of.b}, total);
     }
   }
+  // What other blocks apply, and this one: one map, rounded once.
+  const Affine<S> rounded = total.rounded();
 
   // f(r) for the later blocks r, shared out among those who speak for a channel.
   const auto for_later_blocks = [&](auto&& f) {
@@ -632,7 +645,7 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
     for (int r = rank + 1 + speaker; r < ranks; r += warps * of_warp) f(r);
   };
   if (ranks > 1) {
-    const Message<S> message = Message<S>::of(total, certain);
+    const Message<S> message = Message<S>::of(rounded, certain);
     wait_for_cluster();
     for_later_blocks([&](int r) { send(r, &of_blocks[rank][spoken], message, &barriers[0]); });
   }
@@ -707,7 +720,7 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
     if (rounds > 0) __syncthreads();
   }
   if (in_order != 0 && ranks > 1) {
-    const S leaving = in_order >> spoken & 1u ? carry[spoken] : apply(total, entering);
+    const S leaving = in_order >> spoken & 1u ? carry[spoken] : apply(rounded, entering);
     for_later_blocks([&](int r) { send(r, &states[rank][spoken], leaving, &barriers[1 + rank]); });
   }
   mine.leave();

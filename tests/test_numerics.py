@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from cases import normal
@@ -33,29 +32,31 @@ DECAYS = {
     "bfloat16": (0.9999, 1.0001),
     "float16": (0.9999, "random sign"),
 }
-# Products of factors close to 1, or equal at every step, are rounded the same way again and again.
-# The CPU kernel makes up for that; the CUDA kernels do not yet, and are as exact as
-# `lax.associative_scan`, roughly.
-ADDS_UP = {
-    *[("float32", decay) for decay in (0.99, 0.9999, 1.0001, "0.9998 to 1")],
-    ("complex64", "turn"),
-}
+
+
+def at_most_twice(measure, dtype, decay, length):
+    rows = measure(dtype, decay, length=length, channels=64, associative=False)
+    assert {row["what"] for row in rows} == {"h", "da", "db"}
+    for row in rows:
+        for ratio in ("ratio", "ratio_of_norms"):
+            assert row[ratio] <= 2, row
 
 
 @pytest.mark.parametrize("dtype", DECAYS)
 def test_N6_at_most_twice_the_loops_error(measure, dtype):
-    on_gpu = jax.default_backend() == "gpu"
     for decay in DECAYS[dtype]:
-        peer = on_gpu and (dtype, decay) in ADDS_UP
-        rows = measure(dtype, decay, length=4000, channels=64, associative=peer)
-        assert {row["what"] for row in rows} == {"h", "da", "db"}
-        for row in rows:
-            for kind, ratio in (("worst", "ratio"), ("norm", "ratio_of_norms")):
-                if peer:
-                    others = [row[kind][who] for who in ("sequential", "associative")]
-                    assert row[kind]["ours"] <= 4 * max(others), row
-                else:
-                    assert row[ratio] <= 2, row
+        at_most_twice(measure, dtype, decay, length=4000)
+
+
+# Products of factors that are close to 1, or equal at every step, are rounded the same way again
+# and again: kernels that compose the maps of many steps have to make up for that.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "decay"),
+    [("float32", 0.9999), ("float32", "0.9998 to 1"), ("bfloat16", 0.9999), ("complex64", "turn")],
+)
+def test_N6_errors_of_long_products_do_not_add_up(measure, dtype, decay):
+    at_most_twice(measure, dtype, decay, length=40_000)
 
 
 @pytest.mark.parametrize("channels", [1, 4, 40])

@@ -426,7 +426,10 @@ class Oracle {
       ways_[slot] = {operands[slot], array.dtype, strides(c, static_cast<Slot>(slot)), 0};
     }
     // With the same number in each step, roundings are no independent ones.
-    steady_ = ways_[kA].at.time_stride == 0 || (ways_[kX].data && ways_[kX].at.time_stride == 0);
+    const auto steady = [&](Slot slot) {
+      return ways_[slot].data && ways_[slot].at.time_stride == 0;
+    };
+    steady_ = steady(kA) || steady(kX) || (steady(kDa) && steady(kH));
   }
 
   Compared run() {

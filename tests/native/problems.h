@@ -8,8 +8,8 @@
 //   - a finite element must lie between the roundings of (expected - bound) and (expected + bound).
 //     The bound follows the recurrence too: each step adds a rounding of the largest number that
 //     went into it, and carries earlier errors on multiplied by |a|. Roundings are independent, so
-//     their squares are added, unless a or x is the same in each step. What is lost where a number
-//     or a product of factors underflows is added.
+//     their squares are added, unless a, x or da h is the same in each step. What is lost where a
+//     number or a product of factors underflows is added.
 //   - where a sum or product comes so near to the largest number that it depends on the order of
 //     operations whether it overflows, everything is allowed in this channel up to the next cut.
 #pragma once
