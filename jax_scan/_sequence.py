@@ -141,8 +141,8 @@ def sequence_parallel_scan(
     What a device reads and writes depends on how far the state reaches that enters its steps. It
     looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
     of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 12 and 6 times
-    more. Else the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 14 and 6 times
+    more. Else the value moves 7 to 9 arrays and the gradient 7; of less than 8192 steps, and
     where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
     instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
@@ -362,6 +362,7 @@ def _shard(
         return first_steps(count, h)[0], last
 
     if prefixes:
+        # Usually that is all. A state after these steps that is not finite reaches all that follow.
         h, state = first_steps(prefixes[0], h)
         is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
 
@@ -386,6 +387,9 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     dh0 = dots.get("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
+    if prefixes and "da" in dots:
+        # What is decided about h comes before what the derivative decides and sends: see below.
+        h, reach = lax.optimization_barrier((h, reach))
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
@@ -438,9 +442,14 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
 # ---- How far the state before a shard reaches ----------------------------------------------------
 #
 # Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
-# state before the shard matters to these steps alone. So h is scanned from zero while the maps are
-# exchanged, and then only its first steps again. How many is decided on the device, among a few
-# lengths, for all channels together.
+# state before the shard matters to these steps alone. So h is scanned from zero, the maps are
+# exchanged, and then only its first steps are scanned again. How many is decided on the device,
+# among a few lengths, for all channels together.
+#
+# The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
+# them, that follow each other with no collective in between, if there are five or more; else it
+# reads on the host which branch to run, which costs more than all that is saved. After the exchange
+# the usual steps are therefore not in a branch, and no branch has a collective.
 
 
 def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
