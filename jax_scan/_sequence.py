@@ -141,8 +141,8 @@ def sequence_parallel_scan(
     What a device reads and writes depends on how far the state reaches that enters its steps. It
     looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
     of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 12 and 6 times
-    more. Else the value moves up to 7.5 arrays and the gradient 7; of less than 8192 steps, and
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 14 and 6 times
+    more. Else the value moves 7 to 9 arrays and the gradient 7; of less than 8192 steps, and
     where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
     instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
@@ -332,7 +332,8 @@ def _shard(
     is_first = _rank(recurrence, axis_name) == 0
     given = {**operands, "h0": jnp.where(is_first, operands["h0"], _like(operands["h0"], 0))}
     if prefixes:
-        h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, True))
+        # XLA must not fuse the scan with what overwrites the first steps of h and needs its state.
+        h, last = lax.optimization_barrier(_primitives.scan(recurrence, given, dtype, True))
     else:
         last = _primitives.last_state(recurrence, given)
     product, reach = _reach(recurrence, prefixes, operands)
@@ -349,17 +350,28 @@ def _shard(
     def whole(*_):
         return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
 
-    def first_steps(count, h, last):
+    def first_steps(count, h):
+        """h with its first steps scanned again, and the state after them."""
         part = recurrence._replace(length=count)
         start = _first_steps(recurrence, count, operands) | {"h0": before}
-        start, _ = _primitives.scan(part, start, dtype)
+        start, state = cast(Pair, _primitives.scan(part, start, dtype, True))
         at = recurrence.length - count if recurrence.reverse else 0
-        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), last
+        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
+
+    def more_steps(count, h, last):
+        return first_steps(count, h)[0], last
 
     if prefixes:
-        branches = [lambda *same: same, *(partial(first_steps, n) for n in prefixes), whole]
-        steps = jnp.where(_everywhere(jnp.isfinite(more)), reach, len(prefixes)).astype(np.int32)
-        h, last = lax.switch(jnp.where(_everywhere(more == 0), 0, 1 + steps), branches, h, last)
+        # Usually that is all. A state after these steps that is not finite reaches all that follow.
+        h, state = first_steps(prefixes[0], h)
+        is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
+
+        def rest(h, last):
+            steps = jnp.where(_everywhere(jnp.isfinite(state)), reach, len(prefixes))
+            branches = [*(partial(more_steps, n) for n in prefixes[1:]), whole]
+            return lax.switch(steps.astype(np.int32) - 1, branches, h, last)
+
+        h, last = lax.cond(_everywhere(is_right), lambda *same: same, rest, h, last)
     else:
         h, last = whole()
     return h, last, before, maps, reach
@@ -375,6 +387,9 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     dh0 = dots.get("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
+    if prefixes and "da" in dots:
+        # What is decided about h comes before what the derivative decides and sends: see below.
+        h, reach = lax.optimization_barrier((h, reach))
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
@@ -427,9 +442,14 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
 # ---- How far the state before a shard reaches ----------------------------------------------------
 #
 # Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
-# state before the shard matters to these steps alone. So h is scanned from zero while the maps are
-# exchanged, and then only its first steps again. How many is decided on the device, among a few
-# lengths, for all channels together.
+# state before the shard matters to these steps alone. So h is scanned from zero, the maps are
+# exchanged, and then only its first steps are scanned again. How many is decided on the device,
+# among a few lengths, for all channels together.
+#
+# The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
+# them, that follow each other with no collective in between, if there are five or more; else it
+# reads on the host which branch to run, which costs more than all that is saved. After the exchange
+# the usual steps are therefore not in a branch, and no branch has a collective.
 
 
 def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
@@ -451,27 +471,41 @@ def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
 def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[str, jax.Array]):
     """A, and which prefix forgets; that of the index len(prefixes) is the whole shard.
 
-    Small factors count as _LEAST each, so that a product without some of them is still nothing: the
-    derivatives of the product, of any order, are then zero too.
+    A product has gone when the sum of its logarithms says so: in whatever order it is summed, it
+    neither overflows nor ends among the subnormal numbers. Small factors count as _LEAST each, so
+    that a product without some of them is still nothing: the derivatives of the product, of any
+    order, are then zero too.
     """
-    real = recurrence._replace(state=np.dtype(jnp.finfo(recurrence.state).dtype))
+    axis, state = recurrence.axis, jnp.finfo(recurrence.state)
+    given = {name: operands[name] for name in ("a", "reset") if name in operands}
+
+    def forgets(count):
+        first = _first_steps(recurrence, count, given)
+        size = jnp.abs(first["a"]).astype(state.dtype)
+        times = count if size.shape[axis] == 1 else 1
+        # In one pass over the factors: the logarithm of their product, and of those above 1.
+        product, growth = lax.reduce(
+            tuple(times * jnp.log(jnp.maximum(size, least)) for least in (_LEAST, 1)),
+            (np.zeros((), state.dtype),) * 2,
+            lambda x, y: (x[0] + y[0], x[1] + y[1]),
+            (axis,),
+        )
+        found = (product < math.log(state.tiny)) & (growth < math.log(state.max) / 2)
+        found = jnp.expand_dims(found, axis)
+        if "reset" in first:
+            found |= jnp.any(first["reset"], axis, keepdims=True)
+        return found
 
     def look(index):
         if index == len(prefixes):
-            product = _product(recurrence, operands)
+            product = _product(recurrence, given)
             return product, _vary_like(product, jnp.float32(index))
-        count = prefixes[index]
-        given = _first_steps(recurrence, count, operands)
-        size = jnp.abs(given["a"])
-        given["a"] = lax.max(size, _like(size, _LEAST))
-        product = _product(real._replace(length=count), given)
-        nothing = _like(product, 0).astype(recurrence.state)
-        return lax.cond(
-            # Factors above 1/2 never make a zero of a GPU's least subnormal number.
-            _everywhere(product < jnp.finfo(product.dtype).tiny),
-            lambda: (nothing, _vary_like(product, jnp.float32(index))),
-            lambda: look(index + 1),
-        )
+        found = forgets(prefixes[index])
+        # What passes through a conditional costs nothing, what is made there costs a kernel.
+        nothing = jnp.where(found, 0, 1).astype(recurrence.state)
+        enough = _everywhere(found)
+        reach = jnp.where(enough, jnp.float32(index), jnp.float32(index + 1))
+        return lax.cond(enough, lambda *same: same, lambda *_: look(index + 1), nothing, reach)
 
     return look(0)
 

@@ -733,6 +733,47 @@ def test_N1_what_is_not_finite_is_not_forgotten(value):
             check(h, expected)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.usefixtures("short_prefixes")
+def test_N1_what_is_not_finite_ends_at_a_reset(value):
+    """Within a device's first steps: the last state is as if nothing had come before."""
+    case, given = forgetting("float32", (5, 5, 5))
+    given.b[:, EACH - 1, 1] = value
+    reset = np.zeros((2, 3 * EACH), bool)
+    reset[:, EACH + 7] = True
+    scan, args = on_devices(*given[:3], reset, count=3, return_state=True)
+    oracle = oracle_of(case._replace(reset=reset.shape), given._replace(reset=reset))
+    for x, expected in zip(scan(*args), oracle.values(), strict=True):
+        check(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("grows", "decays", "until"),
+    [
+        ((0, 3), (3, 45), 2 * EACH),  # the state overflows, but not the product that is passed on
+        ((0, 9), (9, 96), 3 * EACH),
+        ((50, 60), (60, 150), 3 * EACH),
+    ],
+)
+@pytest.mark.usefixtures("short_prefixes")
+def test_N1_what_overflows_on_its_way_is_not_forgotten(grows, decays, until):
+    """Though the product of all factors so far is nothing, the state before them has become more.
+
+    The oracle works in float64, in which nothing overflows here, so the loop is one in float32.
+    """
+    _, given = forgetting("float32", (5, None, 300))
+    for (first, last), factor in ((grows, 2.0**16), (decays, 2.0**-4)):
+        given.a[:, EACH + first : EACH + last] = factor
+    given.b[:, EACH - 1] = 2.0**80
+    a, b = given[:2]
+    scan, args = on_devices(a, b, count=3)
+    h, expected = np.asarray(scan(*args)), np.asarray(lax_scan(a, b))
+    assert np.isinf(expected[:, EACH + grows[1] :]).all()
+    h, expected = h[:, :until], expected[:, :until]
+    np.testing.assert_array_equal(np.isfinite(h), np.isfinite(expected))
+    np.testing.assert_allclose(h[:, :EACH], expected[:, :EACH], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mapped", ["a", "b"])
 @pytest.mark.usefixtures("short_prefixes")
 def test_S3_vmap_of_states_that_are_forgotten(mapped):
@@ -783,10 +824,7 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_S3_products_of_many_channels_are_forgotten(dtype):
-    """A product of factors above 1/2 ends at a subnormal number where there are such, not at zero.
-
-    So many channels are walked step by step on a GPU, which keeps subnormal numbers.
-    """
+    """Taken step by step, one of factors above 1/2 may end at a subnormal number, not at zero."""
     a = jnp.full((1, 2048, 8192), 0.7, dtype)
     recurrence = Recurrence(1, 2048, False, True, np.dtype(state_dtype(a.dtype)))
     product, reach = jax.jit(partial(_sequence._reach, recurrence, (1024,)))({"a": a})
