@@ -15,9 +15,9 @@ using Dims = std::vector<int64_t>;
 
 // How an operand's or result's shape follows from the full shape.
 enum class Extent {
-  kFull,         // every axis; an operand may have 1 instead
-  kOneStep,      // 1 in time
-  kSumOverTime,  // every axis, or 1 in time
+  kFull,     // every axis; an operand may have 1 instead
+  kOneStep,  // 1 in time
+  kSummed,   // every axis, but it may have 1 in time, in the last axes or in the last before time
 };
 
 struct OperandSpec {
@@ -71,7 +71,7 @@ constexpr OperandSpec kCotangentOperands[] = {
     {"gstate", &Problem::init, Extent::kOneStep},
 };
 constexpr ResultSpec kCotangentResults[] = {
-    {"da", &Problem::da_out, Extent::kSumOverTime},
+    {"da", &Problem::da_out, Extent::kSummed},
     {"db", &Problem::y},
     {"dh0", &Problem::final, Extent::kOneStep},
 };
@@ -214,6 +214,17 @@ bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const 
   return true;
 }
 
+// Of axes [begin, end) those at the end in which a result has size 1 are summed over: how many
+// neighbouring indices that joins. Takes them out of the shape that is expected.
+int64_t summed_run(std::span<const int64_t> dims, int64_t begin, int64_t end, Dims& expected) {
+  int64_t run = 1;
+  for (int64_t k = end - 1; k >= begin && dims[k] == 1; --k) {
+    run *= expected[k];
+    expected[k] = 1;
+  }
+  return run;
+}
+
 // Builds the error values of one call; every message starts with the target's name.
 class Checker {
  public:
@@ -235,7 +246,7 @@ class Checker {
 }  // namespace
 
 ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          const Attributes& attributes) {
+                          const Attributes& attributes, bool (*sums_da)(const Problem&)) {
   const OpSpec spec = spec_of(op);
   const Checker check(spec.target);
 
@@ -393,14 +404,18 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     output.dtype = *dtype;
     std::vector<int64_t> expected = full;
     const Dims dims = dims_of(buffer, attributes);
-    const bool over_time =
-        result->extent == Extent::kSumOverTime && p.time > 1 && dims[attributes.axis] == 1;
+    const bool summed = result->extent == Extent::kSummed;
+    const bool over_time = summed && p.time > 1 && dims[attributes.axis] == 1;
     if (one_step || over_time) expected[attributes.axis] = 1;
+    if (summed && !over_time) {
+      p.da_inner_run = summed_run(dims, attributes.axis + 1, full.size(), expected);
+      if (p.da_inner_run == 1) p.da_outer_run = summed_run(dims, 0, attributes.axis, expected);
+    }
     if (dims != expected) {
       return check.error("result", result->name,
                          "has shape " + to_string(dims) + ", expected " + to_string(expected));
     }
-    if (result->extent == Extent::kSumOverTime) p.da_over_time = over_time;
+    if (summed) p.da_over_time = over_time;
   }
 
   // What one operand or result asks of the others.
@@ -418,6 +433,9 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   const bool needs_h = op == Op::kTangent ? p.da.data != nullptr : p.da_out.data != nullptr;
   if (needs_h && (!p.h.data || (p.has_h0 && !p.h0.data))) {
     return check.error("operands 'h' and, where the scan has one, 'h0' are needed with 'da'");
+  }
+  if (p.da_over_runs() && !sums_da(p)) {
+    return check.error("result", "da", "is a sum over other axes than a kernel here sums over");
   }
   if (op == Op::kCotangent && p.final.data && !p.has_h0) {
     return check.error("result", "dh0", "is asked of a scan without h0");

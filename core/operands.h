@@ -37,8 +37,9 @@ struct Call {
   Workspace workspace;
 };
 
+// `sums_da` says of a problem that sums da over runs of indices whether there is a kernel for it.
 xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-                               const Attributes& attributes);
+                               const Attributes& attributes, bool (*sums_da)(const Problem&));
 
 // Adds the buffers and attributes of `Attributes` to a binding, in the order in which the handlers
 // take them.

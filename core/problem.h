@@ -62,8 +62,8 @@ struct Input {
   Broadcast at;
 };
 
-// Row-major (outer, time, inner), or (outer, inner) for a state and for a sum over time. data ==
-// nullptr: not wanted.
+// Row-major (outer, time, inner), or (outer, inner) for a state and for a sum over time. Where runs
+// of indices are summed, a run counts as one. data == nullptr: not wanted.
 struct Output {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -86,14 +86,20 @@ struct Problem {
   Input init;   // the state that this call starts from: h0, dh0 or the cotangent of the last state
   Input reset;  // bool: true cuts the link to the past
 
-  Output y;                   // h, dh or db
-  Output da_out;              // cotangent only
-  Output final;               // the state that this call ends with: last h, last dh or dh0
-  bool da_over_time = false;  // da_out is summed over time
+  Output y;       // h, dh or db
+  Output da_out;  // cotangent only
+  Output final;   // the state that this call ends with: last h, last dh or dh0
+
+  // What da_out is summed over: time, or runs of neighbouring inner or outer indices. At most one
+  // of these; kernels that don't sum over runs are not asked for it.
+  bool da_over_time = false;
+  int64_t da_inner_run = 1;
+  int64_t da_outer_run = 1;
 
   // This call walks time downwards.
   JAX_SCAN_HD bool descending() const { return (op == Op::kCotangent) != reverse; }
   JAX_SCAN_HD int64_t channels() const { return outer * inner; }
+  JAX_SCAN_HD bool da_over_runs() const { return da_inner_run * da_outer_run > 1; }
 };
 
 }  // namespace jax_scan

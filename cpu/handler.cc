@@ -44,7 +44,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
                ffi::Span<const int64_t> repeated) {
   ffi::ErrorOr<Call> call = decode(kOp, args, rets,
                                    {operands, results, state, axis, length, reverse, has_h0,
-                                    time_last, std::span(repeated.begin(), repeated.size())});
+                                    time_last, std::span(repeated.begin(), repeated.size())},
+                                   [](const Problem&) { return false; });
   if (!call.has_value()) return call.error();
   const Problem& problem = call->problem;
   advise_huge_pages(problem.y, problem.channels() * problem.time);

@@ -30,13 +30,14 @@ ffi::Error run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
                ffi::Span<const int64_t> repeated) {
   ffi::ErrorOr<Call> call = decode(kOp, args, rets,
                                    {operands, results, state, axis, length, reverse, has_h0,
-                                    time_last, std::span(repeated.begin(), repeated.size())});
+                                    time_last, std::span(repeated.begin(), repeated.size())},
+                                   sums_da);
   if (call.has_error()) return call.error();
   const Problem& p = call->problem;
   if (p.outer == 0 || p.time == 0 || p.inner == 0) {
     return ffi::Error::InvalidArgument("jax_scan: a call without elements must not reach the GPU");
   }
-  const size_t needed = workspace_bytes(p.op, p.outer, p.time, p.inner, p.state);
+  const size_t needed = workspace_bytes(p);
   if (call->workspace.bytes < needed) {
     return ffi::Error::InvalidArgument("jax_scan: result 'workspace' has " +
                                        std::to_string(call->workspace.bytes) +

@@ -1,5 +1,6 @@
 #include "cuda/launch.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -16,6 +17,9 @@ StreamTypes stream_types(const Problem& p) {
   return {p.a.dtype, streamed_b, p.y.data ? p.y.dtype : streamed_b};
 }
 
+// The dtype of the state that a 16-bit or wider type of operand asks for.
+DType state_of(DType t) { return byte_size(t) == 2 ? DType::kF32 : t; }
+
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // The operand's rows can be copied in 16-byte pieces.
@@ -31,6 +35,21 @@ bool in_pieces(const Problem& p, const Input& in) {
   return true;
 }
 
+Copies copies(const Problem& p, const Input& in) {
+  if (in_pieces(p, in)) return Copies::kPieces;
+  const int size = byte_size(in.dtype);
+  int64_t elements = in.at.time_stride == 0 ? 1 : p.time;
+  for (int k = 0; k < in.at.outer_axes; ++k) {
+    if (in.at.outer[k].stride != 0) elements *= in.at.outer[k].size;
+  }
+  for (int k = 0; k < in.at.inner_axes; ++k) {
+    if (in.at.inner[k].stride != 0) elements *= in.at.inner[k].size;
+  }
+  const bool words =
+      reinterpret_cast<uintptr_t>(in.data) % std::max(size, 4) == 0 && elements * size % 4 == 0;
+  return words ? Copies::kWords : Copies::kNone;
+}
+
 // A warp's threads read neighbouring channels: these must share at least sectors of memory.
 bool has_rows(const Problem& p, StreamTypes types) { return p.inner * byte_size(types.b) >= 32; }
 
@@ -41,22 +60,28 @@ bool fits_sequential(const Problem& p, StreamTypes types) {
   constexpr int64_t kMost = INT32_MAX / 2;
   return p.time <= kMost && p.channels() <= kMost && is(p.a, types.a) &&
          is(p.x, cotangent ? types.h : types.b) && is(p.da, types.a) && is(p.h, types.h) &&
-         is(p.y, cotangent ? types.b : types.h) && (p.da_over_time || is(p.da_out, types.a));
+         is(p.y, cotangent ? types.b : types.h) &&
+         (p.da_over_time || p.da_over_runs() || is(p.da_out, types.a));
 }
 
 Traffic sequential_traffic(const Problem& p) {
   Traffic traffic;
   for (const Input* in : {&p.a, &p.x, &p.da, &p.h}) {
     if (!in->data || in->at.time_stride == 0) continue;
+    // What is the same for all outer indices comes from the L2 cache.
+    if (p.outer > 1 && in->at.outer_axes == 1 && in->at.outer[0].stride == 0) continue;
     if (in_pieces(p, *in)) traffic.copied += byte_size(in->dtype);
     if (in->at.inner_contiguous()) traffic.read += byte_size(in->dtype);
   }
   if (p.y.data) traffic.written += byte_size(p.y.dtype);
-  if (p.da_out.data && !p.da_over_time) traffic.written += byte_size(p.da_out.dtype);
+  if (p.da_out.data && !p.da_over_time && !p.da_over_runs()) {
+    traffic.written += byte_size(p.da_out.dtype);
+  }
   return traffic;
 }
 
-using SequentialLauncher = cudaError_t (*)(const Problem&, const SequentialPlan&, cudaStream_t);
+using SequentialLauncher = cudaError_t (*)(const Problem&, const SequentialPlan&, void*,
+                                           cudaStream_t);
 
 SequentialLauncher sequential_for(StreamTypes t) {
   if (t.b != t.h) return nullptr;
@@ -81,6 +106,11 @@ SequentialLauncher sequential_for(StreamTypes t) {
   return nullptr;
 }
 
+// The problem can run in sequential.cuh, however slowly.
+bool is_sequential(const Problem& p, StreamTypes types) {
+  return sequential_for(types) && state_of(types.b) == p.state && fits_sequential(p, types);
+}
+
 cudaError_t current_device(Device& device) {
   int ordinal = 0;
   cudaError_t error = cudaGetDevice(&ordinal);
@@ -93,9 +123,6 @@ cudaError_t current_device(Device& device) {
   ask(cudaDevAttrComputeCapabilityMajor, device.capability_major);
   return error;
 }
-
-// The dtype of the state that a 16-bit or wider type of operand asks for.
-DType state_of(DType t) { return byte_size(t) == 2 ? DType::kF32 : t; }
 
 // The operand's elements at one time and neighbouring channels, `vector` of them, can be copied in
 // one piece.
@@ -229,29 +256,47 @@ ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
 
 }  // namespace
 
+bool sums_da(const Problem& p) {
+  const StreamTypes types = stream_types(p);
+  return is_sequential(p, types) && has_rows(p, types) && sums_over_runs(p);
+}
+
+size_t workspace_bytes(const Problem& p) {
+  if (p.da_over_runs()) return da_sums_bytes(p);
+  return workspace_bytes(p.op, p.outer, p.time, p.inner, p.state);
+}
+
 cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
   const StreamTypes types = stream_types(p);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
 
+  if (p.da_over_runs() && (!sums_da(p) || (path != Path::kAuto && path != Path::kSequential))) {
+    return cudaErrorNotSupported;
+  }
   if (path == Path::kAuto || path == Path::kSequential) {
-    const SequentialLauncher sequential = sequential_for(types);
-    if (sequential && state_of(types.b) == p.state && fits_sequential(p, types) &&
-        (has_rows(p, types) || path == Path::kSequential)) {
-      // Asked for by name, this path takes however few channels.
-      const int multiprocessors = path == Path::kSequential ? 0 : device.multiprocessors;
-      SequentialPlan plan = plan_sequential(p.op, types, sequential_traffic(p), p.channels(),
-                                            multiprocessors, device.shared_bytes);
+    if (is_sequential(p, types) && (has_rows(p, types) || path == Path::kSequential)) {
+      // Asked for by name, or for what no other path does, this path takes however few channels.
+      const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
+      const int multiprocessors = path == Path::kSequential ? 0
+                                  : p.da_over_runs() ? std::min(device.multiprocessors, groups)
+                                                     : device.multiprocessors;
+      const bool stacked = da_sum(p) == DaSum::kOuter;
+      const int reserved = stacked ? kMaxSequentialWarps * stack_bytes(types) : 0;
+      SequentialPlan plan =
+          plan_sequential(p.op, types, sequential_traffic(p), p.channels(), multiprocessors,
+                          device.shared_bytes - reserved, stacked);
+      plan.most_bytes = device.shared_bytes;
       if (plan.groups > 0) {
-        plan.a_in_pieces = in_pieces(p, p.a);
-        plan.x_in_pieces = in_pieces(p, p.x);
-        plan.da_in_pieces = in_pieces(p, p.da);
-        plan.h_in_pieces = in_pieces(p, p.h);
-        return sequential(p, plan, stream);
+        plan.a = copies(p, p.a);
+        plan.x = copies(p, p.x);
+        plan.da = copies(p, p.da);
+        plan.h = copies(p, p.h);
+        return sequential_for(types)(p, plan, workspace, stream);
       }
     }
-    if (path == Path::kSequential) return cudaErrorNotSupported;
+    if (path == Path::kSequential || p.da_over_runs()) return cudaErrorNotSupported;
   }
   if ((path == Path::kAuto || path == Path::kCluster) && device.capability_major >= 9) {
     const ClusterKernel cluster = cluster_for(p, types);

@@ -19,6 +19,13 @@ enum class Path { kAuto, kCluster, kSequential, kChained, kGeneral };
 cudaError_t launch(const Problem& problem, void* workspace, cudaStream_t stream,
                    Path path = Path::kAuto);
 
+// Whether the kernels sum da over the runs that the problem asks for. The answer does not depend on
+// the GPU or on where operands lie: of pointers it matters only whether they are there.
+bool sums_da(const Problem& problem);
+
+// The workspace that a call needs.
+size_t workspace_bytes(const Problem& problem);
+
 // What a launch needs to know of the GPU.
 struct Device {
   int multiprocessors = 0;
@@ -30,7 +37,7 @@ struct Device {
 // One path each, instantiated per type of the operands, or of the state, in its own file.
 
 template <class A, class B, class H>
-cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan,
+cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan, void* workspace,
                               cudaStream_t stream);
 
 namespace chained {

@@ -1,6 +1,7 @@
 // The Python module jax_scan._cuda: the handlers as capsules, and what JAX needs to know when it
 // lowers a call.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "cuda/handler.h"
+#include "cuda/launch.h"
 #include "cuda/plan.h"
 
 namespace nb = nanobind;
@@ -33,12 +35,48 @@ jax_scan::Op op_named(const std::string& name) {
   throw nb::value_error(("op must be scan, tangent or cotangent, got " + name).c_str());
 }
 
-jax_scan::DType state_named(const std::string& text) {
+jax_scan::DType dtype_named(const std::string& text) {
   using jax_scan::DType;
-  for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
+  for (DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
     if (text == jax_scan::name(t)) return t;
   }
+  throw nb::value_error(("no dtype of an operand: " + text).c_str());
+}
+
+jax_scan::DType state_named(const std::string& text) {
+  const jax_scan::DType state = dtype_named(text);
+  if (jax_scan::byte_size(state) > 2) return state;
   throw nb::value_error(("state must be a dtype of 32-bit reals or wider, got " + text).c_str());
+}
+
+// Of an operand or result that is there, wherever it may lie; an empty name says that it is not.
+template <class Array>
+void declare(Array& array, const std::string& dtype) {
+  static char place;
+  if (dtype.empty()) return;
+  array.data = &place;
+  array.dtype = dtype_named(dtype);
+}
+
+std::optional<size_t> summed_workspace_bytes(int64_t outer, int64_t time, int64_t inner,
+                                             int64_t inner_run, int64_t outer_run,
+                                             const std::string& state, const std::string& a,
+                                             const std::string& h, const std::string& g,
+                                             const std::string& db) {
+  jax_scan::Problem p;
+  p.op = jax_scan::Op::kCotangent;
+  p.state = state_named(state);
+  p.outer = outer;
+  p.time = time;
+  p.inner = inner;
+  p.da_inner_run = inner_run;
+  p.da_outer_run = outer_run;
+  declare(p.a, a);
+  declare(p.h, h);
+  declare(p.x, g);
+  declare(p.y, db);
+  declare(p.da_out, state);
+  return jax_scan::sums_da(p) ? std::optional(jax_scan::workspace_bytes(p)) : std::nullopt;
 }
 
 }  // namespace
@@ -64,4 +102,10 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("op"), nb::arg("time"), nb::arg("state"),
       "Bytes that do for each channel of a call, in whatever way it is divided over devices.");
+  m.def("summed_workspace_bytes", summed_workspace_bytes, nb::arg("outer"), nb::arg("time"),
+        nb::arg("inner"), nb::arg("inner_run"), nb::arg("outer_run"), nb::arg("state"),
+        nb::arg("a"), nb::arg("h"), nb::arg("g"), nb::arg("db"),
+        "Bytes of the result 'workspace' of a cotangent that sums da over runs of neighbouring "
+        "inner or outer indices; None where the kernels don't. Takes dtypes, '' for what is not "
+        "there.");
 }

@@ -214,14 +214,18 @@ inline constexpr int kMaxSequentialWarps = 12;
 inline constexpr int kMaxTeams = 6;  // each takes two of a block's 16 barriers
 inline constexpr int kMaxSlots = 6;
 
+// How an operand may be copied to shared memory: in 16-byte pieces of its rows; else its elements,
+// of two bytes the words that they are in; or not at all, as a word would reach out of the array.
+enum class Copies : uint8_t { kNone, kWords, kPieces };
+
 struct SequentialPlan {
   int64_t blocks;
   int32_t groups;      // of 32 channels in a block; 0: there are too few channels for this path
   int32_t teams;       // of one warp for each group
   int32_t slots;       // stages of a team that are on their way
   int32_t most_bytes;  // of shared memory that a block of the GPU can have
-  // The operand's rows are copied in 16-byte pieces.
-  bool a_in_pieces, x_in_pieces, da_in_pieces, h_in_pieces;
+  bool stacked;        // groups have the same inner indices; see DaSum
+  Copies a, x, da, h;
 };
 
 // Shared memory of a block.
@@ -241,15 +245,18 @@ inline constexpr int kBytesInFlight = 72 * 1024;
 
 // This path pays once the channels alone keep the memory busy: nearly every multiprocessor must
 // have a group. All blocks are as wide as each other and as the number of multiprocessors allows:
-// wide blocks read long rows, and all finish at once.
+// wide blocks read long rows, and all finish at once. Stacks are of two or four groups.
 constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, int64_t channels,
-                                         int multiprocessors, int shared_bytes) {
+                                         int multiprocessors, int shared_bytes,
+                                         bool stacked = false) {
   SequentialPlan plan{};
   plan.most_bytes = shared_bytes;
   const int64_t groups = (channels + 31) / 32, places = std::max(multiprocessors, 1);
   if (10 * groups < 9 * int64_t{multiprocessors}) return plan;
   const int64_t rounds = (groups + 4 * places - 1) / (4 * places);
   plan.groups = static_cast<int32_t>((groups + rounds * places - 1) / (rounds * places));
+  plan.stacked = stacked;
+  if (stacked) plan.groups = plan.groups < 4 ? 2 : 4;
   plan.blocks = (groups + plan.groups - 1) / plan.groups;
 
   const int64_t ahead = int64_t{kBytesInFlight} * traffic.read /
@@ -273,6 +280,45 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
   }
   if (plan.teams == 0) plan.groups = 0;
   return plan;
+}
+
+// Where a is the same for several channels, da is summed over these.
+//   kInner  over neighbouring inner indices: each warp adds up its 32 channels
+//   kOuter  over outer indices: a block's groups are stacked, the same 32 inner indices of
+//           successive outer ones, and the block adds these up
+// A second kernel adds up what warps or blocks have.
+enum class DaSum : uint8_t { kNone, kInner, kOuter };
+
+inline DaSum da_sum(const Problem& p) {
+  return p.da_inner_run > 1 ? DaSum::kInner : p.da_outer_run > 1 ? DaSum::kOuter : DaSum::kNone;
+}
+
+// Enough channels for every multiprocessor, whether the GPU is known or not: with fewer, other
+// paths are so much faster that it costs less to write all of da. Stacks need twice as many. Warps
+// are whole, and each lies within one run, or its block does.
+inline bool sums_over_runs(const Problem& p) {
+  if (p.op != Op::kCotangent) return false;
+  switch (da_sum(p)) {
+    case DaSum::kInner:
+      return p.channels() >= 4096 && p.da_inner_run % 32 == 0;
+    case DaSum::kOuter:
+      return p.channels() >= 8192 && p.da_outer_run % 4 == 0 && p.inner % 32 == 0;
+    case DaSum::kNone:
+      break;
+  }
+  return false;
+}
+
+// What is added up in the end, in the state's type: the workspace of such a call. A block stacks
+// two outer indices at least.
+inline size_t da_sums_bytes(const Problem& p) {
+  const int64_t summed = da_sum(p) == DaSum::kInner ? 32 : 2;
+  return static_cast<size_t>(p.channels() / summed) * p.time * byte_size(p.state);
+}
+
+// Shared memory that a group's da takes in a stack.
+constexpr int stack_bytes(StreamTypes t) {
+  return stage_steps(Op::kCotangent, t) * 32 * std::max(byte_size(t.b), 4);
 }
 
 // ---- The cluster of blocks that takes all of time (cluster.cuh) ----

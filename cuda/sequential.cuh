@@ -16,6 +16,7 @@
 #include "cuda/copy.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "cuda/sum_over_tiles.cuh"
 
 namespace jax_scan {
 
@@ -62,13 +63,14 @@ __device__ __forceinline__ int64_t opaque(int64_t stride) {
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
+// The value of the lane whose number differs in the bits of `mask`.
 template <class S>
-__device__ __forceinline__ S from_lane(S value, int lane) {
-  return __shfl_sync(kAllLanes, value, lane);
+__device__ __forceinline__ S exchanged(S value, int mask) {
+  return __shfl_xor_sync(kAllLanes, value, mask);
 }
 template <class R>
-__device__ __forceinline__ Complex<R> from_lane(Complex<R> value, int lane) {
-  return {from_lane(value.re, lane), from_lane(value.im, lane)};
+__device__ __forceinline__ Complex<R> exchanged(Complex<R> value, int mask) {
+  return {exchanged(value.re, mask), exchanged(value.im, mask)};
 }
 
 // A barrier of some of the block's warps. arrive() announces and goes on; what was written before
@@ -88,20 +90,34 @@ class Barrier {
   int threads_;
 };
 
-// Where a thread stands in its block: warps lie [team][group], a group being 32 channels.
+// Where a thread stands in its block: warps lie [team][group], a group being 32 channels. Groups
+// are neighbours, or where outer indices are stacked have the same inner indices of successive
+// outer ones.
 struct Place {
   int groups;
   int team;
   int group;
   int lane;
   int first_channel;  // of the block
-  __device__ explicit Place(const SequentialPlan& plan)
+  int group_stride;   // from a group's channels to the next one's
+  __device__ Place(const Problem& p, const SequentialPlan& plan)
       : groups(plan.groups),
         team(static_cast<int>(threadIdx.x) / 32 / plan.groups),
         group(static_cast<int>(threadIdx.x) / 32 % plan.groups),
         lane(static_cast<int>(threadIdx.x) % 32),
-        first_channel(static_cast<int>(blockIdx.x) * plan.groups * 32) {}
+        first_channel(static_cast<int>(blockIdx.x) * plan.groups * 32),
+        group_stride(32) {
+    if (plan.stacked) {
+      group_stride = static_cast<int>(p.inner);
+      const int segments = group_stride / 32, block = static_cast<int>(blockIdx.x);
+      const int stack = block / segments;
+      first_channel = stack * plan.groups * group_stride + (block - stack * segments) * 32;
+    }
+  }
   __device__ int column() const { return group * 32 + lane; }
+  __device__ int channel(int column) const {
+    return first_channel + column / 32 * group_stride + column % 32;
+  }
 };
 
 // A channel's indices.
@@ -124,24 +140,26 @@ struct Span {
 // One operand's way into a team's registers, the same for a warp's threads. An operand without time
 // is read once. One whose rows lie in 16-byte pieces passes through a ring in shared memory,
 // [slot][group][step][lane], where the team copies whole rows together. Of one that is the same for
-// a warp's channels, each lane loads one step's element, a turn ahead. Of any other, each thread
-// loads its own elements when they are needed. (Copying element by element ahead of time is
-// slower.)
+// a warp's channels, each lane copies one step's element to the ring, [slot][group][step]: a load a
+// turn ahead would wait for all copies that were ordered before it, wherever its element lies. Of
+// any other, each thread loads its own elements when they are needed. (Copying element by element
+// ahead of time is slower.)
 template <class T, class S, int kSteps>
 class Stream {
  public:
   static constexpr int kRowBytes = 32 * static_cast<int>(sizeof(T));  // of one group
   static constexpr int kGroupBytes = kSteps * kRowBytes;
+  static constexpr int kWordBytes = sizeof(T) == 2 ? 4 : static_cast<int>(sizeof(T));
 
   // The row of step s holds time at(s) - past.
-  __device__ Stream(const Input& in, bool in_pieces, const Problem& p, const SequentialPlan& plan,
+  __device__ Stream(const Input& in, Copies copies, const Problem& p, const SequentialPlan& plan,
                     const Walk& walk, const Place& place, int past, int channel, char* ring)
       : mine_(ring + place.group * kGroupBytes + place.lane * static_cast<int>(sizeof(T))),
         to_(mine_) {
     int step = place.team * kSteps;
     if (!in.data || in.at.time_stride == 0) {
       way_ = Way::kFixed;
-    } else if (!in_pieces) {
+    } else if (copies != Copies::kPieces) {
       way_ = Way::kDirect;
     } else {
       way_ = Way::kRing;
@@ -152,7 +170,7 @@ class Stream {
       step += row_;
       to_ = ring + column / kRowBytes * kGroupBytes + row_ * kRowBytes + column % kRowBytes;
       // The last block's copies past the last channel read the last channels again.
-      channel = min(place.first_channel + column / static_cast<int>(sizeof(T)),
+      channel = min(place.channel(column / static_cast<int>(sizeof(T))),
                     static_cast<int>(p.channels()) - kVector<T>);
     }
     stride_ = opaque(walk.step() * in.at.time_stride * static_cast<int>(sizeof(T)));
@@ -166,32 +184,32 @@ class Stream {
       source += (walk.at(step) - past) * in.at.time_stride;
     }
     from_ = reinterpret_cast<const char*>(source);
-    if (way_ == Way::kDirect) {
+    if (way_ == Way::kDirect && copies == Copies::kWords) {
       int same;
       __match_all_sync(kAllLanes, reinterpret_cast<uint64_t>(from_), &same);
       if (same != 0) {
         way_ = Way::kByWarp;
-        from_ += place.lane * stride_;
+        row_ = place.lane;
+        from_ += row_ * stride_;
+        mine_ = ring + place.group * kGroupBytes;
+        to_ = mine_ + row_ * kWordBytes;
+        // Of two-byte elements the words that they are in are copied. Turns are whole words.
+        mine_ += reinterpret_cast<uintptr_t>(source) & 2;
+        from_ -= reinterpret_cast<uintptr_t>(from_) & 2;
       }
     }
   }
 
-  // Loads what is loaded a turn ahead; `there` are the steps of the team's next stage that exist.
-  __device__ __forceinline__ void load_ahead(Span there) {
-    if (way_ != Way::kByWarp) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane < kSteps && there.contains(lane)) {
-      value_ = load_as<S>(*reinterpret_cast<const T*>(from_));
-    }
-    from_ += turn_;
-  }
-
   // Orders the copies of the team's next stage, as far as it exists.
   __device__ __forceinline__ void fetch(Span there, int slot) {
-    if (way_ != Way::kRing) return;
+    if (way_ != Way::kRing && way_ != Way::kByWarp) return;
     const char* from = from_;
     from_ += turn_;
     char* to = to_ + slot * kGroupBytes;
+    if (way_ == Way::kByWarp) {
+      if (row_ < kSteps && there.contains(row_)) copy_async<kWordBytes>(to, from);
+      return;
+    }
     const int64_t jump = opaque(stride_) * kRowsPerCopy;
     if (there.begin == 0 && there.end >= kSteps) {
 #pragma unroll
@@ -221,8 +239,13 @@ class Stream {
 #pragma unroll
       for (int r = 0; r < kSteps; ++r) out[r] = value_;
     } else if (way_ == Way::kByWarp) {
+      const char* even = mine_ + slot * kGroupBytes;
+      const bool upper = (reinterpret_cast<uintptr_t>(even) & 2) != 0;  // half of a word
+      const char* odd = (stride_ & 2) == 0 ? even : upper ? even - 2 : even + 2;
 #pragma unroll
-      for (int r = 0; r < kSteps; ++r) out[r] = from_lane(value_, r);
+      for (int r = 0; r < kSteps; ++r) {
+        out[r] = load_as<S>(*reinterpret_cast<const T*>((r % 2 ? odd : even) + r * kWordBytes));
+      }
     } else {
       const char* from = from_;
       from_ += turn_;
@@ -253,7 +276,7 @@ class Stream {
   const char* from_;
   char* mine_;      // what this thread reads
   char* to_;        // where it copies to
-  S value_ = S(0);  // of every step, or of this lane's
+  S value_ = S(0);  // of every step
 };
 
 // Stands in for an operand that an operation does not have.
@@ -263,7 +286,6 @@ class NoStream {
   static constexpr int kGroupBytes = 0;
   template <class... Args>
   __device__ explicit NoStream(const Args&...) {}
-  __device__ __forceinline__ void load_ahead(Span) const {}
   __device__ __forceinline__ void fetch(Span, int) const {}
   __device__ __forceinline__ void read(S (&)[kSteps], Span, int) const {}
 };
@@ -288,6 +310,34 @@ __device__ __forceinline__ void write(T* out, int64_t stride, const S (&values)[
   }
 }
 
+// The sums over a warp's lanes, for each step of a stage. Lanes exchange steps, so that each has
+// half as many to go on adding, until it has one; from then on lanes come to have the same sum.
+template <class S, int kSteps>
+struct LaneSums {
+  static constexpr int kSame = 32 / kSteps;  // lanes of a step
+
+  // Leaves a lane's sum in the first value, and returns its step.
+  template <int kDistance = 16, int kCount = kSteps>
+  static __device__ __forceinline__ int add(S (&values)[kSteps], int lane) {
+    if constexpr (kDistance == 0) {
+      return 0;
+    } else if constexpr (kCount == 1) {
+      values[0] = values[0] + exchanged(values[0], kDistance);
+      return add<kDistance / 2, 1>(values, lane);
+    } else {
+      constexpr int kHalf = kCount / 2;
+      const bool upper = (lane & kDistance) != 0;
+#pragma unroll
+      for (int r = 0; r < kHalf; ++r) {
+        const S mine = upper ? values[r + kHalf] : values[r];
+        const S other = upper ? values[r] : values[r + kHalf];
+        values[r] = mine + exchanged(other, kDistance);
+      }
+      return (upper ? kHalf : 0) + add<kDistance / 2, kHalf>(values, lane);
+    }
+  }
+};
+
 // The streams of an operation on a of type A, b of type B and h of type H.
 template <Op kOp, class A, class B, class H>
 struct Streams {
@@ -310,7 +360,9 @@ struct Streams {
 
 }  // namespace sequential
 
-template <Op kOp, class A, class B, class H>
+// Where kSum asks for it da_out are sums: over a warp's inner indices, (outer, inner / 32, time),
+// or over the outer ones that a block stacks, (outer / plan.groups, time, inner).
+template <Op kOp, class A, class B, class H, DaSum kSum>
 __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     sequential_kernel(const __grid_constant__ Problem p,
                       const __grid_constant__ SequentialPlan plan) {
@@ -322,11 +374,12 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
   extern __shared__ __align__(16) char shared[];
 
   const Walk walk(p);
-  const Place place(plan);
+  const Place place(p, plan);
   const int time = static_cast<int>(p.time);
   // Threads without a channel walk the last one again and write nothing.
-  const int channel = min(place.first_channel + place.column(), static_cast<int>(p.channels()) - 1);
-  const bool valid = channel == place.first_channel + place.column();
+  const int wanted = place.channel(place.column());
+  const int channel = min(wanted, static_cast<int>(p.channels()) - 1);
+  const bool valid = channel == wanted;
 
   // Behind the hand-over, a state for each column, lie the rings, [team][operand].
   S* const handed_over = reinterpret_cast<S*>(shared) + place.column();
@@ -337,13 +390,13 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     ring += place.groups * plan.slots * group_bytes;
     return mine;
   };
-  typename Of::AStream a_stream(p.a, plan.a_in_pieces, p, plan, walk, place, 0, channel,
+  typename Of::AStream a_stream(p.a, plan.a, p, plan, walk, place, 0, channel,
                                 next_ring(Of::AStream::kGroupBytes));
-  typename Of::XStream x_stream(p.x, plan.x_in_pieces, p, plan, walk, place, 0, channel,
+  typename Of::XStream x_stream(p.x, plan.x, p, plan, walk, place, 0, channel,
                                 next_ring(Of::XStream::kGroupBytes));
-  typename Of::DaStream da_stream(p.da, plan.da_in_pieces, p, plan, walk, place, 0, channel,
+  typename Of::DaStream da_stream(p.da, plan.da, p, plan, walk, place, 0, channel,
                                   next_ring(Of::DaStream::kGroupBytes));
-  typename Of::HStream h_stream(p.h, plan.h_in_pieces, p, plan, walk, place, walk.past, channel,
+  typename Of::HStream h_stream(p.h, plan.h, p, plan, walk, place, walk.past, channel,
                                 next_ring(Of::HStream::kGroupBytes));
 
   // The stage's steps that exist, and those whose h_prev is in h.
@@ -359,21 +412,12 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     close_stage();
   };
 
-  const auto load_ahead = [&](int s0) {
-    a_stream.load_ahead(steps_from(s0));
-    x_stream.load_ahead(steps_from(s0));
-    da_stream.load_ahead(steps_from(s0));
-    h_stream.load_ahead(h_steps(s0));
-  };
-
   const int turn = plan.teams * kSteps;  // steps from a team's stage to its next
   const int slots = plan.slots * place.groups;
 #pragma unroll 1
   for (int k = 0; k < plan.slots; ++k) {
     fetch(place.team * kSteps + k * turn, k * place.groups);
   }
-
-  load_ahead(place.team * kSteps);
 
   const Barrier within_team(1 + place.team, 32 * place.groups);
   const int next_team = place.team + 1 == plan.teams ? 0 : place.team + 1;
@@ -406,6 +450,17 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
   const Channel at_out(channel, p);
   const int64_t offset = (at_out.o * p.time + walk.at(0)) * p.inner + at_out.i;
   S da_sum = S(0);
+  // What this thread writes of sums of da counts from the walk's step 0.
+  [[maybe_unused]] S* const sums =
+      static_cast<S*>(p.da_out.data) +
+      (kSum == DaSum::kInner
+           ? channel / 32 * p.time + walk.at(0)
+           : (at_out.o / place.groups * p.time + walk.at(0)) * p.inner + at_out.i);
+  [[maybe_unused]] const int64_t sums_stride = kSum == DaSum::kInner ? walk.step() : y_stride;
+  // The stage's da of this team, [group][step][lane], behind the rings.
+  [[maybe_unused]] S* const stack =
+      reinterpret_cast<S*>(shared + sequential_bytes(kOp, Of::kTypes, plan)) +
+      place.team * place.groups * kSteps * 32;
 
   int slot = 0;
 #pragma unroll 1
@@ -445,7 +500,6 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     h_stream.read(h, h_steps(s0), slot);
     within_team.wait();
     fetch(s0 + plan.slots * turn, slot);
-    load_ahead(s0 + turn);
     slot = slot + place.groups == slots ? 0 : slot + place.groups;
 
     if (kOp != Op::kScan && has_first) {
@@ -493,7 +547,25 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     if (valid && p.y.data) {
       write(static_cast<Y*>(p.y.data) + offset + s0 * y_stride, y_stride, x, there);
     }
-    if constexpr (kOp == Op::kCotangent) {
+    if constexpr (kSum == DaSum::kInner) {
+      const int step = LaneSums<S, kSteps>::add(h, place.lane);
+      if (valid && place.lane % LaneSums<S, kSteps>::kSame == 0 && step < there.end) {
+        sums[(s0 + step) * sums_stride] = h[0];
+      }
+    } else if constexpr (kSum == DaSum::kOuter) {
+      // Each group adds up some of the steps. The barriers before the team's next stage keep that
+      // from being overwritten too early.
+#pragma unroll
+      for (int r = 0; r < kSteps; ++r) stack[(place.group * kSteps + r) * 32 + place.lane] = h[r];
+      within_team.wait();
+      for (int r = place.group; r < kSteps; r += place.groups) {
+        S sum = stack[r * 32 + place.lane];
+        for (int group = 1; group < place.groups; ++group) {
+          sum = sum + stack[(group * kSteps + r) * 32 + place.lane];
+        }
+        if (r < there.end) sums[(s0 + r) * sums_stride] = sum;
+      }
+    } else if constexpr (kOp == Op::kCotangent) {
       if (!p.da_over_time) {
         if (valid && p.da_out.data) {
           write(static_cast<A*>(p.da_out.data) + offset + s0 * y_stride, y_stride, h, there);
@@ -507,7 +579,7 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     }
   }
 
-  if constexpr (kOp == Op::kCotangent) {
+  if constexpr (kOp == Op::kCotangent && kSum == DaSum::kNone) {
     if (!p.da_out.data || !p.da_over_time) return;
     // The teams' sums, added up in the teams' order.
     for (int team = 0; team < plan.teams; ++team) {
@@ -525,10 +597,12 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
 
 namespace sequential {
 
-template <Op kOp, class A, class B, class H>
+template <Op kOp, class A, class B, class H, DaSum kSum = DaSum::kNone>
 cudaError_t launch_op(const Problem& problem, const SequentialPlan& plan, cudaStream_t stream) {
-  const auto kernel = sequential_kernel<kOp, A, B, H>;
-  const int bytes = sequential_bytes(kOp, Streams<kOp, A, B, H>::kTypes, plan);
+  const auto kernel = sequential_kernel<kOp, A, B, H, kSum>;
+  using Of = Streams<kOp, A, B, H>;
+  int bytes = sequential_bytes(kOp, Of::kTypes, plan);
+  if (kSum == DaSum::kOuter) bytes += plan.teams * plan.groups * stack_bytes(Of::kTypes);
   // The same for every call: another thread may be launching this kernel with another size.
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
@@ -538,11 +612,36 @@ cudaError_t launch_op(const Problem& problem, const SequentialPlan& plan, cudaSt
   return cudaGetLastError();
 }
 
+// da summed over runs of inner or outer indices.
+template <class A, class B, class H>
+cudaError_t launch_summed(const Problem& problem, const SequentialPlan& plan, void* workspace,
+                          cudaStream_t stream) {
+  using S = StateOf<B>;
+  const int64_t inner_run = problem.da_inner_run, outer_run = problem.da_outer_run;
+  Problem with_sums = problem;
+  with_sums.da_out = {workspace, problem.state};
+  TileSums sums;
+  cudaError_t error;
+  if (da_sum(problem) == DaSum::kInner) {
+    error = launch_op<Op::kCotangent, A, B, H, DaSum::kInner>(with_sums, plan, stream);
+    const int64_t beside = problem.inner / inner_run;
+    sums = {problem.outer * beside, inner_run / 32, problem.time, beside};
+  } else {
+    error = launch_op<Op::kCotangent, A, B, H, DaSum::kOuter>(with_sums, plan, stream);
+    sums = {problem.outer / outer_run, outer_run / plan.groups, problem.time * problem.inner, 1};
+  }
+  if (error != cudaSuccess) return error;
+  return sum_over_tiles(problem.da_out, static_cast<const S*>(workspace), sums, stream);
+}
+
 }  // namespace sequential
 
 template <class A, class B, class H>
-cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan,
+cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan, void* workspace,
                               cudaStream_t stream) {
+  if (problem.da_over_runs()) {
+    return sequential::launch_summed<A, B, H>(problem, plan, workspace, stream);
+  }
   switch (problem.op) {
     case Op::kTangent:
       return sequential::launch_op<Op::kTangent, A, B, H>(problem, plan, stream);

@@ -3,5 +3,5 @@
 namespace jax_scan {
 template cudaError_t launch_sequential<Complex64, Complex64, Complex64>(const Problem&,
                                                                         const SequentialPlan&,
-                                                                        cudaStream_t);
+                                                                        void*, cudaStream_t);
 }  // namespace jax_scan

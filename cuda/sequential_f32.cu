@@ -2,5 +2,5 @@
 
 namespace jax_scan {
 template cudaError_t launch_sequential<float, float, float>(const Problem&, const SequentialPlan&,
-                                                            cudaStream_t);
+                                                            void*, cudaStream_t);
 }  // namespace jax_scan

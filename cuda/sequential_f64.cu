@@ -2,5 +2,6 @@
 
 namespace jax_scan {
 template cudaError_t launch_sequential<double, double, double>(const Problem&,
-                                                               const SequentialPlan&, cudaStream_t);
+                                                               const SequentialPlan&, void*,
+                                                               cudaStream_t);
 }  // namespace jax_scan

@@ -1,38 +1,73 @@
-// A sum over time of what blocks have summed over their tiles.
+// Sums of what blocks have summed over their tiles.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace jax_scan {
 
-// da summed over time: adds the tiles' sums, in a fixed order. A block of 32 x 8 threads serves 32
-// channels.
-template <class S>
-__global__ void __launch_bounds__(256)
-    sum_over_tiles_kernel(const __grid_constant__ Problem p, const S* sums_over_tiles,
-                          int64_t tiles) {
-  __shared__ S rows[8][33];
-  const int64_t channel = int64_t{blockIdx.x} * 32 + threadIdx.x;
+// Tiles' sums of da, row-major (major, tiles, minor). Of the sums over tiles, `side_by_side` of
+// neighbouring major indices are neighbours in memory:
+//     out (major / side_by_side, minor, side_by_side).
+struct TileSums {
+  int64_t major;
+  int64_t tiles;
+  int64_t minor;
+  int64_t side_by_side;
+};
+
+inline constexpr int kSumThreads = 256;
+
+// Adds the tiles' sums, in a fixed order. A block serves neighbouring minor indices; kRows threads
+// share one's tiles.
+template <class S, int kRows>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_over_tiles_kernel(const __grid_constant__ Output out, const S* sums,
+                          const __grid_constant__ TileSums t) {
+  constexpr int kColumns = kSumThreads / kRows;
+  const int64_t blocks = (t.minor + kColumns - 1) / kColumns;
+  const int64_t major = blockIdx.x / blocks;
+  const int64_t minor = (blockIdx.x - major * blocks) * kColumns + threadIdx.x;
   S sum = S(0);
-  if (channel < p.channels()) {
-    for (int64_t k = threadIdx.y; k < tiles; k += 8) {
-      sum = sum + sums_over_tiles[k * p.channels() + channel];
-    }
+  if (minor < t.minor) {
+    const S* mine = sums + major * t.tiles * t.minor + minor;
+#pragma unroll 4
+    for (int64_t k = threadIdx.y; k < t.tiles; k += kRows) sum = sum + mine[k * t.minor];
   }
-  rows[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && channel < p.channels()) {
-    for (int k = 1; k < 8; ++k) sum = sum + rows[k][threadIdx.x];
-    store_one(p.da_out, channel, sum);
+  if constexpr (kRows > 1) {
+    __shared__ S rows[kRows][kColumns + 1];
+    rows[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (int k = 1; k < kRows; ++k) sum = sum + rows[k][threadIdx.x];
+  }
+  if (minor < t.minor) {
+    const int64_t beside = major % t.side_by_side;
+    store_one(out, (major / t.side_by_side * t.minor + minor) * t.side_by_side + beside, sum);
   }
 }
 
-template <class S>
-cudaError_t sum_over_tiles(const Problem& p, const S* sums_over_tiles, int64_t tiles,
+template <class S, int kRows>
+cudaError_t sum_over_tiles(const Output& out, const S* sums, const TileSums& t,
                            cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((p.channels() + 31) / 32));
-  sum_over_tiles_kernel<S><<<grid, dim3(32, 8), 0, stream>>>(p, sums_over_tiles, tiles);
+  constexpr int kColumns = kSumThreads / kRows;
+  const int64_t blocks = t.major * ((t.minor + kColumns - 1) / kColumns);
+  sum_over_tiles_kernel<S, kRows>
+      <<<dim3(static_cast<unsigned>(blocks)), dim3(kColumns, kRows), 0, stream>>>(out, sums, t);
   return cudaGetLastError();
+}
+
+template <class S>
+cudaError_t sum_over_tiles(const Output& out, const S* sums, const TileSums& t,
+                           cudaStream_t stream) {
+  // Many sums of few tiles: a thread for each.
+  return t.tiles <= 16 && t.major * t.minor >= 1 << 16 ? sum_over_tiles<S, 1>(out, sums, t, stream)
+                                                       : sum_over_tiles<S, 8>(out, sums, t, stream);
+}
+
+// da summed over time, of sums (tiles, channels).
+template <class S>
+cudaError_t sum_over_tiles(const Problem& p, const S* sums, int64_t tiles, cudaStream_t stream) {
+  return sum_over_tiles<S, 8>(p.da_out, sums, TileSums{1, tiles, p.channels(), 1}, stream);
 }
 
 }  // namespace jax_scan

@@ -54,21 +54,31 @@ def _with_kernel(
     if not _has_kernel(full):
         return _with_lax(op, *args, operands=operands, results=results, recurrence=recurrence)
 
-    # The kernel's results have the full shape, or that of a step. What a cotangent sums besides
-    # time is summed afterwards, in the state's precision.
-    axis = recurrence.axis
-    step = step_shape(full, axis)
-    one_step = {"state", "dstate", "dh0"}
-    raw = []
-    for result in results:
-        over_time = result.name == "da" and result.shape[axis] < full[axis]
-        shape = step if over_time or result.name in one_step else full
-        dtype = result.dtype if result.shape == shape else recurrence.state
-        raw.append(Result(result.name, shape, dtype))
     if platform == "cuda" and not all(isinstance(n, int) for n in full):
         raise ValueError(f"on CUDA all sizes of a scan must be known, got {full}")
-
     split = _can_partition(full, partitions)
+
+    # The kernel's results have the full shape, or that of a step, or where the kernel can sum that
+    # of a sum. What else a cotangent sums is summed afterwards, in the state's precision.
+    axis = recurrence.axis
+    step = step_shape(full, axis)
+
+    def kernel_result(result: Result, shape: Shape) -> Result:
+        dtype = result.dtype if result.shape == shape else recurrence.state
+        return Result(result.name, shape, dtype)
+
+    one_step = {"state", "dstate", "dh0"}
+    raw = [kernel_result(r, step if r.name in one_step else full) for r in results]
+    if results[0].name == "da":
+        shapes = _sums(results[0].shape, full, axis)
+        if platform != "cuda" or split:
+            shapes = [shape for shape in shapes if shape == step]
+        for shape in shapes:
+            summed = [kernel_result(results[0], shape), *raw[1:]]
+            if shape == step or _workspace_for_sum(args, operands, summed, full, recurrence):
+                raw = summed
+                break
+
     call = partial(_partitioned, partitions=partitions) if split else _plain
     outs = call(
         [_addressable(x, full, axis) for x in args],
@@ -99,8 +109,10 @@ def _plain(
     axis = recurrence.axis
     workspace = []
     if platform == "cuda":
-        sizes = math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
-        size = _native.module(platform).workspace_bytes(op.name, *sizes, recurrence.state.name)
+        size = _workspace_for_sum(args, operands, raw, full, recurrence)
+        if size is None:
+            sizes = math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
+            size = _native.module(platform).workspace_bytes(op.name, *sizes, recurrence.state.name)
         workspace.append(Result("workspace", (size,), _BYTE))
     return _custom_call.bind(
         *args,
@@ -110,6 +122,48 @@ def _plain(
         recurrence=recurrence,
         repeated=(0,) * len(args),
         batch_axes=0,
+    )
+
+
+def _sums(shape: Shape, full: Shape, axis: int) -> list[Shape]:
+    """What a kernel may sum on the way to a sum of this shape.
+
+    Over all of time, or else over the last axes, or over the last ones before time. The best first.
+    """
+    if shape[axis] < full[axis]:
+        return [step_shape(full, axis)]
+    found = []
+    for axes in (range(axis + 1, len(full)), range(axis)):
+        kept = next((k for k in reversed(axes) if shape[k] != 1), axes.start - 1)
+        summed = range(kept + 1, axes.stop)
+        found.append(tuple(1 if k in summed else n for k, n in enumerate(full)))
+    return [sum_shape for sum_shape in found if sum_shape != full]
+
+
+def _workspace_for_sum(
+    args: Sequence[jax.Array],
+    operands: tuple[str, ...],
+    raw: list[Result],
+    full: Shape,
+    recurrence: Recurrence,
+) -> int | None:
+    """On CUDA the workspace of a call that sums da over other axes than time.
+
+    None where da is not summed so, and where the kernels can't: that depends on sizes and dtypes.
+    """
+    axis = recurrence.axis
+    if raw[0].name != "da" or raw[0].shape in (full, step_shape(full, axis)):
+        return None
+    shape = raw[0].shape
+    sizes = math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
+    runs = sizes[2] // math.prod(shape[axis + 1 :]), sizes[0] // math.prod(shape[:axis])
+    dtypes = {name: x.dtype.name for name, x in zip(operands, args, strict=True)}
+    dtypes |= {result.name: result.dtype.name for result in raw}
+    return _native.module("cuda").summed_workspace_bytes(
+        *sizes,
+        *runs,
+        recurrence.state.name,
+        *(dtypes.get(name, "") for name in ("a", "h", "g", "db")),
     )
 
 

@@ -606,8 +606,14 @@ HANDLERS = [
     rejected("dh0 of a scan without h0", "'dh0' is asked of a scan without h0")(
         op="cotangent", operands="a g", results="dh0", **out(2, 1, 3)
     ),
-    rejected("da too small", "result 'da' has shape (1, 5, 3), expected (2, 5, 3)")(
+    rejected("da too small", "result 'da' has shape (1, 5, 1), expected (2, 5, 1)")(
+        B, B, B, op="cotangent", operands="a h g", results="da", **out(1, 5, 1)
+    ),
+    rejected("da of few channels over the batch", "result 'da' is a sum over other axes")(
         B, B, B, op="cotangent", operands="a h g", results="da", **out(1, 5, 3)
+    ),
+    rejected("da of few channels over channels", "result 'da' is a sum over other axes")(
+        B, B, B, op="cotangent", operands="a h g", results="da", **out(2, 5, 1)
     ),
     rejected("dh0 with time", "result 'dh0' has shape (2, 5, 3), expected (2, 1, 3)")(
         op="cotangent", operands="a g", results="dh0", has_h0=True

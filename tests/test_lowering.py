@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -163,6 +164,60 @@ def test_cuda_gets_a_workspace(monkeypatch):
     assert "tensor<123xui8>" in program
     both = lowered(lambda *x: jax.vjp(linear_scan, *x)[1](b), a, b, h0, platform="cuda")
     assert 'results = "da db dh0 workspace"' in both
+
+
+def test_cuda_is_asked_to_sum_da_over_what_shares_a(monkeypatch):
+    """Over the last axes, or else the last before time, if it can; XLA does the rest."""
+    asked = []
+    sums = True
+
+    class Module:
+        @staticmethod
+        def workspace_bytes(*_):
+            return 123
+
+        @staticmethod
+        def summed_workspace_bytes(*args):
+            asked.append(args)
+            return 456 if sums else None
+
+    monkeypatch.setitem(_native._modules, "cuda", Module)
+    b = jnp.ones((4, 6, 5, 8))
+
+    def da(*shape, axis=1):
+        """The shape of the kernel's da, and that of the workspace."""
+
+        def gradients(a):
+            return jax.vjp(partial(linear_scan, axis=axis), a, b)[1](b)
+
+        text = lowered(gradients, jnp.ones(shape), platform="cuda")
+        (call,) = [line for line in text.splitlines() if "jax_scan.v1.cotangent" in line]
+        results = call.split("-> ")[-1]
+        assert 'results = "da db workspace"' in call
+        found = re.findall(r"tensor<([\dx]+)x[fu]", results)
+        return found[0], found[-1]
+
+    dtypes = ("float64", *["float64"] * 4)
+    assert da(4, 6, 1, 1) == ("4x6x1x1", "456")
+    assert set(asked) == {(4, 6, 40, 40, 1, *dtypes)}
+    asked.clear()
+    assert da(4, 6, 5, 1) == ("4x6x5x1", "456")
+    assert set(asked) == {(4, 6, 40, 8, 1, *dtypes)}
+    asked.clear()
+    assert da(6, 5, 8) == ("1x6x5x8", "456")
+    assert set(asked) == {(4, 6, 40, 1, 4, *dtypes)}
+    asked.clear()
+    assert da(6, 5, 1) == ("4x6x5x1", "456")
+    assert da(1, 6, 5, 8, axis=2) == ("4x6x5x8", "123")
+    assert da(4, 1, 5, 8, axis=2) == ("4x1x5x8", "456")
+    assert asked[-1] == (24, 5, 8, 1, 6, *dtypes)
+    # Over time always, and nothing else with it.
+    asked.clear()
+    assert da(4, 1, 1, 1) == da(5, 8) == ("4x1x5x8", "123")
+    assert da(4, 6, 5, 8) == ("4x6x5x8", "123")
+    assert not asked
+    sums = False
+    assert da(4, 6, 1, 1) == da(6, 1, 1) == ("4x6x5x8", "123")
 
 
 def test_jit_compiles_once():

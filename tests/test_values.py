@@ -129,6 +129,55 @@ def test_N6_the_cpu_kernel_on_a_gpu_machine(dtype, case):
         check_everything(case, arguments(case, dtype))
 
 
+# With so many channels a kernel may sum da itself over what shares an a, where its warps fit.
+SHARED = (
+    Case("over channels", (16, 37, 256), a=(16, 37, 1), h0=(16, 256), reset=(16, 37)),
+    Case("over some channels", (4, 37, 16, 64), axis=1, a=(4, 37, 16, 1), h0=(16, 64)),
+    Case("over the batch", (32, 37, 256), a=(37, 256), h0=(256,), reset=(37,)),
+    Case("over channels, odd numbers", (17, 37, 256), a=(17, 37, 1), reverse=True),
+    Case("over channels, reversed", (3, 50, 1408), a=(3, 50, 1), reverse=True),
+    Case("over short runs of channels", (4, 19, 64, 16), axis=1, a=(4, 19, 64, 1)),
+    Case("over odd channels", (17, 20, 255), a=(17, 20, 1)),
+    Case("over the batch, reversed", (24, 50, 352), a=(1, 50, 352), reverse=True),
+    Case("over some of the batch", (2, 64, 19, 64), a=(2, 1, 19, 64), h0=(1, 1)),
+    Case("over a batch of twelve", (12, 1, 37, 704), a=(37, 704), reset=(12, 1, 37)),
+    Case("over a large batch", (128, 21, 256), a=(21, 256)),
+    Case("over the batch, few steps", (64, 5, 128), a=(5, 128)),
+    Case("over the batch, many steps", (64, 700, 128), a=(700, 128), reverse=True),
+    Case("over an odd batch", (33, 20, 256), a=(20, 256)),
+    Case("over the batch, odd channels", (32, 20, 260), a=(20, 260)),
+    Case("over batch and channels", (40, 33, 128), a=(33, 1), h0=(40, 128)),
+    Case("over batch and time", (32, 33, 128), a=(128,)),
+    Case("over batch, time last", (64, 64, 33), axis=-1, a=(64, 33)),
+)
+
+
+@named(SHARED)
+def test_sums_of_the_gradient_of_shared_factors(case):
+    check_everything(case, arguments(case))
+
+
+@pytest.mark.parametrize("shape", [(64, 301, 1), (301, 128)])
+def test_sums_of_the_gradient_of_shared_factors_have_the_same_bits_again(shape):
+    a, b, *_ = arguments(Case("", (64, 301, 128), a=shape))
+    gradient = jax.jit(jax.grad(lambda a, b: jnp.sum(jnp.sin(linear_scan(a, b)))))
+    first = np.asarray(gradient(a, b))
+    for _ in range(10):
+        np.testing.assert_array_equal(gradient(a, b), first)
+
+
+@named(SHARED[:4])
+@pytest.mark.parametrize("dtype", [t for t in DTYPES if t != "float32"])
+def test_sums_of_the_gradient_of_shared_factors_in_every_dtype(dtype, case):
+    check_everything(case, arguments(case, dtype))
+
+
+@named(SHARED[:3])
+@pytest.mark.parametrize(("a", "b"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_sums_of_the_gradient_of_shared_factors_in_mixed_dtypes(a, b, case):
+    check_everything(case, arguments(case, a, b))
+
+
 MIXED = [
     ("float32", "bfloat16", None),
     ("bfloat16", "float32", None),

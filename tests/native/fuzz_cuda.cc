@@ -80,7 +80,7 @@ HostMemory host_memory(size_t bytes) {
 struct Settings {
   int path = -1;  // the only one
   bool separate = false;
-  Limits limits{.largest_bytes = int64_t{8} << 20};
+  Limits limits{.largest_bytes = int64_t{8} << 20, .sums = true};
 };
 
 // One path's run of one problem.
@@ -175,9 +175,7 @@ class Worker {
     return p;
   }
 
-  static size_t workspace_of(const Case& c) {
-    return workspace_bytes(c.op, c.outer(), c.time(), c.inner(), c.state);
-  }
+  static size_t workspace_of(const Case& c) { return workspace_bytes(c.problem({})); }
 
   void call(const Planned& p, Call& call, const Pointers& at, unsigned char* workspace) {
     const cudaError_t error = launch(p.c.problem(at), workspace, stream_, kPaths[call.path].path);

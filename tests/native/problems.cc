@@ -114,6 +114,30 @@ DType draw_readable(Random& random, DType state) {
   }
 }
 
+// Now and then, sizes with which the kernels sum da over the last axis or over the last before
+// time.
+bool draw_sum(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0x9e3779b97f4a7c15u);  // other cases stay what they were
+  if (!random.chance(0.03)) return false;
+  const auto fill_up = [&](int64_t channels, int64_t have) {
+    return (channels + have - 1) / have + random.pick(0, 2);
+  };
+  if (random.chance(0.5)) {
+    const int64_t run = 32 * random.pick(1, 9), beside = random.pick(1, 3);
+    c.sizes = {fill_up(4096, run * beside), 1, beside, run};
+    c.axis = 1;
+    c.arrays[kDaOut].broadcast = 1u << 3;
+  } else {
+    const int64_t run = 4 * random.pick(1, 12), inner = 32 * random.pick(1, 9);
+    c.sizes = {fill_up(8192, run * inner), run, 1, inner};
+    c.axis = 2;
+    c.arrays[kDaOut].broadcast = 1u << 1;
+  }
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
+  c.sizes[c.axis] = random.pick(1, std::clamp<int64_t>(most, 1, 70));
+  return true;
+}
+
 // ---- Values ----
 
 struct Range {
@@ -425,6 +449,12 @@ class Oracle {
       if (slot >= kFirstResult) continue;
       ways_[slot] = {operands[slot], array.dtype, strides(c, static_cast<Slot>(slot)), 0};
     }
+    if (c.arrays[kDaOut].present && c.inner_run() * c.outer_run() > 1) {
+      inner_run_ = c.inner_run();
+      outer_run_ = c.outer_run();
+      run_ = R(inner_run_ * outer_run_);
+      over_runs_.assign(count(c, kDaOut), Total(largest_, normal_));
+    }
     // With the same number in each step, roundings are no independent ones.
     const auto steady = [&](Slot slot) {
       return ways_[slot].data && ways_[slot].at.time_stride == 0;
@@ -436,6 +466,9 @@ class Oracle {
     for (int64_t o = 0; o < case_.outer(); ++o) {
       for (int64_t i = 0; i < case_.inner(); ++i) walk(o, i);
     }
+    for (size_t k = 0; k < over_runs_.size(); ++k) {
+      emit(kDaOut, static_cast<int64_t>(k), over_runs_[k].get(*this, run_));
+    }
     return compared_;
   }
 
@@ -445,6 +478,31 @@ class Oracle {
     DType dtype = DType::kF32;
     Broadcast at;
     int64_t offset = 0;
+  };
+
+  // A sum of da over several steps or channels, in any order.
+  struct Total {
+    Total(R largest, R normal) : terms(largest, normal) {}
+    void add(const Oracle& oracle, const Kept& d) {
+      const R d_tolerance = oracle.tolerance(d);
+      terms.add(d, d_tolerance);
+      sum.open = sum.open || d.open;
+      tolerance += d_tolerance + 2 * oracle.grain_;
+      for (int c = 0; c < N; ++c) {
+        if (std::isfinite(d.value.v[c])) sum.value.v[c] += d.value.v[c];
+      }
+      most_partial = std::max({most_partial, norm(sum.value), norm(d.value)});
+    }
+    Kept get(const Oracle& oracle, R roundings) {
+      sum.open = !terms.get(sum.value) || sum.open;
+      sum.largest = most_partial;
+      sum.lost = (tolerance + 10 * oracle.unit_ * roundings * most_partial) / 2;
+      return sum;
+    }
+
+    Sums<R, N> terms;
+    Kept sum;
+    R most_partial = 0, tolerance = 0;
   };
 
   Value get(Slot slot, int64_t t) const {
@@ -492,9 +550,7 @@ class Oracle {
     const bool cotangent = case_.op == Op::kCotangent;
     const bool descending = cotangent != case_.reverse;
     Kept s = exact(get(kInit, 0));
-    Sums<R, N> total(largest_, normal_);
-    Kept sum;
-    R most_partial = 0, sum_tolerance = 0;
+    Total over_time(largest_, normal_);
     for (int64_t k = 0; k < time; ++k) {
       const int64_t t = descending ? time - 1 - k : k;
       const int64_t before = case_.reverse ? t + 1 : t - 1;
@@ -532,14 +588,10 @@ class Oracle {
             round(d);
           }
           if (case_.da_over_time) {
-            const R d_tolerance = tolerance(d);
-            total.add(d, d_tolerance);
-            sum.open = sum.open || d.open;
-            sum_tolerance += d_tolerance + 2 * grain_;
-            for (int c = 0; c < N; ++c) {
-              if (std::isfinite(d.value.v[c])) sum.value.v[c] += d.value.v[c];
-            }
-            most_partial = std::max({most_partial, norm(sum.value), norm(d.value)});
+            over_time.add(*this, d);
+          } else if (!over_runs_.empty()) {
+            over_runs_[((o / outer_run_) * time + t) * (inner / inner_run_) + i / inner_run_].add(
+                *this, d);
           } else {
             emit(kDaOut, at, d);
           }
@@ -558,11 +610,7 @@ class Oracle {
       }
     }
     if (case_.arrays[kDaOut].present && case_.da_over_time) {
-      sum.open = !total.get(sum.value) || sum.open;
-      const R roundings = steady_ ? R(time) : std::sqrt(R(time));
-      sum.largest = most_partial;
-      sum.lost = (sum_tolerance + 10 * unit_ * roundings * most_partial) / 2;
-      emit(kDaOut, channel, sum);
+      emit(kDaOut, channel, over_time.get(*this, steady_ ? R(time) : std::sqrt(R(time))));
     }
     emit(kFinal, channel, s);
   }
@@ -640,7 +688,8 @@ class Oracle {
   }
 
   std::string place(Slot slot, int64_t index) const {
-    const int64_t inner = case_.inner(), time = one_step(case_, slot) ? 1 : case_.time();
+    const int64_t time = one_step(case_, slot) ? 1 : case_.time();
+    const int64_t inner = case_.inner() / (slot == kDaOut ? case_.inner_run() : 1);
     return "[" + std::to_string(index / inner / time) + ", " +
            std::to_string(index / inner % time) + ", " + std::to_string(index % inner) + "]";
   }
@@ -649,6 +698,9 @@ class Oracle {
   std::span<Results> results_;
   R unit_, largest_, normal_, grain_;
   bool steady_ = false;
+  int64_t inner_run_ = 1, outer_run_ = 1;
+  R run_ = 1;
+  std::vector<Total> over_runs_;  // in the order of da_out
   Way ways_[kFirstResult];
   Compared compared_;
 };
@@ -661,6 +713,7 @@ bool valid(const Case& c) {
   if (!has(kA)) return false;
   const bool past = has(kH) && (!c.has_h0 || has(kH0));
   if (c.da_over_time && (!has(kDaOut) || c.time() < 2)) return false;
+  if (c.da_over_time && c.inner_run() * c.outer_run() > 1) return false;
   switch (c.op) {
     case Op::kScan:
       return has(kX) && has(kInit) == c.has_h0 && (has(kY) || has(kFinal));
@@ -699,6 +752,18 @@ const char* name(Values values) {
 
 int64_t Case::outer() const { return product(sizes, 0, axis); }
 int64_t Case::inner() const { return product(sizes, axis + 1, sizes.size()); }
+int64_t Case::inner_run() const {
+  int64_t run = 1;
+  for (size_t k = axis + 1; k < sizes.size(); ++k) {
+    run *= sizes[k] / size_of(*this, kDaOut, k);
+  }
+  return run;
+}
+int64_t Case::outer_run() const {
+  int64_t run = 1;
+  for (size_t k = 0; k < axis; ++k) run *= sizes[k] / size_of(*this, kDaOut, k);
+  return run;
+}
 int64_t Case::bytes(Slot slot) const {
   return arrays[slot].present ? count(*this, slot) * element_bytes(*this, slot) : 0;
 }
@@ -716,6 +781,8 @@ Problem Case::problem(const Pointers& at) const {
   p.reverse = reverse;
   p.has_h0 = has_h0;
   p.da_over_time = da_over_time;
+  p.da_inner_run = inner_run();
+  p.da_outer_run = outer_run();
   Input* const inputs[] = {&p.a, &p.x, &p.da, &p.h, &p.h0, &p.init, &p.reset};
   Output* const outputs[] = {&p.y, &p.da_out, &p.final};
   for (int slot = 0; slot < kSlots; ++slot) {
@@ -788,6 +855,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   c.axis = c.sizes.size();
   c.sizes.push_back(size[1]);
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
+  const bool sums = limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -836,8 +904,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   }
   if (random.chance(0.35)) input(kReset, DType::kF32);
   if (tangent && random.chance(0.8)) input(kDa, of_a);
-  if (cotangent && random.chance(0.8)) {
-    c.da_over_time = c.time() > 1 && random.chance(0.35);
+  if (cotangent && (random.chance(0.8) || sums)) {
+    c.da_over_time = c.time() > 1 && random.chance(0.35) && !sums;
     output(kDaOut, c.da_over_time || random.chance(0.1) ? c.state : of_a);
     if (c.da_over_time && !free && random.chance(0.5)) c.arrays[kDaOut].dtype = of_a;
   }

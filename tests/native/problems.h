@@ -60,7 +60,7 @@ const char* name(Values values);
 struct Array {
   bool present = false;
   DType dtype = DType::kF32;
-  uint32_t broadcast = 0;  // bit k: this array has no axis k ...
+  uint32_t broadcast = 0;  // bit k: this array has no axis k (a result: it is summed over that) ...
   uint32_t repeated = 0;   // ... but `copies` equal entries there, as XLA's partitioner leaves
   int copies = 2;
   int skip = 0;  // elements by which the base misses alignment
@@ -84,6 +84,9 @@ struct Case {
   int64_t time() const { return sizes[axis]; }
   int64_t inner() const;
   int64_t elements() const { return outer() * time() * inner(); }
+  // The neighbouring indices over which da is summed.
+  int64_t inner_run() const;
+  int64_t outer_run() const;
 
   int64_t bytes(Slot slot) const;  // 0: absent
   int64_t skipped_bytes(Slot slot) const;
@@ -95,6 +98,7 @@ struct Case {
 struct Limits {
   int64_t largest_bytes = int64_t{16} << 20;  // of an array in the state's type
   bool empty = false;                         // calls without elements are allowed
+  bool sums = false;                          // and sums of da over other axes than time
 };
 Case draw(uint64_t seed, const Limits& limits);
 
