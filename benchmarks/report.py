@@ -154,6 +154,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"WRONG: {_name(row)}: error {row['max_rel_err']}")
         if row["ratio"] < row["goal"]:
             found.append(f"short: {_name(row)}: {row['ratio']} of the limit, goal {row['goal']}")
+        for name in ("lax.scan", "lax.associative_scan"):
+            if row["peers"].get(name, row["ours_us"]) < row["ours_us"]:
+                found.append(f"short: {_name(row)}: {name} is faster")
         if row.get("plain_us", row["ours_us"]) < 0.97 * row["ours_us"]:
             slower = row["ours_us"] / row["plain_us"] - 1
             found.append(f"short: {_name(row)}: {slower:.0%} slower than without")

@@ -19,11 +19,15 @@ _ROUNDS = 7
 
 
 class Timed(NamedTuple):
-    """A function of no arguments that starts so many calls; what it returns can be waited for."""
+    """A function of no arguments that starts so many calls; what it returns can be waited for.
+
+    `warm`: it has run before.
+    """
 
     start: Callable[[], Any]
     calls: int = 1
     wait: Callable[[Any], Any] = jax.block_until_ready
+    warm: bool = False
 
 
 def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
@@ -33,14 +37,15 @@ def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
     program or, if they are short, several: on a CPU, where they would share the cores, one after
     the other; on a GPU a queue of them, and of a long queue the time that it takes beyond a short
     one, which leaves out the first launch of a turn (0.5 to 0.8 ms, until which the GPU has
-    nothing to do). What is slow has fewer turns.
+    nothing to do). What is slow has fewer turns, down to a single one.
     """
     batch = _BATCH.get(jax.default_backend(), 1e-3)
     programs: dict[str, int] = {}
     turns: dict[str, int] = {}
     times: dict[str, list[float]] = {}
     for name, candidate in candidates.items():
-        _run(candidate, 1)
+        if not candidate.warm:
+            _run(candidate, 1)
         once = _run(candidate, 1)
         programs[name] = max(1, min(int(batch / once), 200))
         turns[name] = 0 if once > seconds else 3 if once > seconds / 5 else _ROUNDS

@@ -27,8 +27,9 @@
 #if defined(__GNUC__) && !defined(__clang__)
 // Vectors are passed between inlined functions only.
 #pragma GCC diagnostic ignored "-Wpsabi"
-// GCC 12 warns about its own _mm512_undefined_ps().
+// GCC 12 warns about its own _mm512_undefined_ps() and _mm512_undefined_epi32().
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 namespace jax_scan::cpu {

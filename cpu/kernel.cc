@@ -42,8 +42,8 @@ InstructionSet best_instruction_set() {
 // Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile,
 // or time is cut into chunks.
 constexpr int64_t kLeastLanes = 16;
-// Where time is the last axis, so many channels can do without chunks.
-constexpr int64_t kManyLines = 512;
+// Where time is the last axis, so many channels do without chunks: eight tiles, each twice as fast.
+constexpr int64_t kManyLines = 128;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
 // so many needs: time is cut into blocks.
 constexpr int64_t kFewBytes = 256;

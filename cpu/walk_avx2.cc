@@ -20,6 +20,8 @@ namespace {
 //
 #include "cpu/steps.inc"
 //
+#include "cpu/lines.inc"
+//
 #include "cpu/walk.inc"
 //
 #include "cpu/chunks.inc"

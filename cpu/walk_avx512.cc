@@ -22,6 +22,8 @@ namespace {
 //
 #include "cpu/steps.inc"
 //
+#include "cpu/lines.inc"
+//
 #include "cpu/walk.inc"
 //
 #include "cpu/chunks.inc"
