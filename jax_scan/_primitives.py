@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_scan import _compat, _reference
-from jax_scan._reference import Operands, Recurrence, Result, fit, full_shape, step_shape
+from jax_scan._reference import Operands, Recurrence, Result, convert, fit, full_shape, step_shape
 
 DTYPES = tuple(
     np.dtype(t)
@@ -296,7 +296,10 @@ def _active(tangents: Sequence[Any], operands: Sequence[str]) -> dict[str, Any]:
 
 def _broadcast(outs: Iterable[jax.Array | None], results: Sequence[Result]) -> list[jax.Array]:
     present = (x for x in outs if x is not None)
-    return [jnp.broadcast_to(x, result.shape) for x, result in zip(present, results, strict=True)]
+    return [
+        convert(jnp.broadcast_to(x, result.shape), result.dtype)
+        for x, result in zip(present, results, strict=True)
+    ]
 
 
 def _as(aval: Any, x: jax.Array) -> jax.Array:
@@ -329,10 +332,15 @@ def _scan_jvp(primals, tangents, *, operands, results, recurrence):
 
 
 def _tangent_of(recurrence, named, dots, results) -> list:
-    """Binds the tangent: it spans the axes of its own operands, and is broadcast afterwards."""
+    """Binds the tangent: it spans the axes of its own operands, and is broadcast afterwards.
+
+    What is broadcast has the state's dtype, for transposed it is a sum, which h's may not hold.
+    """
     primal = ("a", "h", "h0", "reset") if "da" in dots else ("a", "reset")
     given = {name: named[name] for name in primal if name in named} | dots
-    outs = tangent(recurrence, given, results[0].dtype, len(results) > 1)
+    h, full = results[0], full_shape(recurrence, [x.shape for x in given.values()])
+    dtype = h.dtype if full == h.shape else recurrence.state
+    outs = tangent(recurrence, given, dtype, len(results) > 1)
     return _broadcast(outs, results)
 
 

@@ -302,7 +302,12 @@ def _scan(
     given = {**operands, "index": index}
     if count > 1:
         h0 = operands.get("h0", np.zeros((), recurrence.state))
-        given["h0"] = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
+        h0 = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
+        # Never true, but mapped if b is. So h0 is mapped then too: else the sum that makes its
+        # gradient would be one of h's cotangents, in h's dtype.
+        nothing = lax.slice_in_dim(operands["b"], 0, 0, axis=recurrence.axis)
+        never = jnp.any(nothing != 0, axis=recurrence.axis, keepdims=True)
+        given["h0"] = jnp.where(never, jnp.zeros_like(h0), h0)
         recurrence = recurrence._replace(has_h0=True)
     given = _vary_alike(given)
     del given["index"]

@@ -287,6 +287,24 @@ def test_S3_vmap(axis_type):
     check(db, oracle.cotangents(b)["b"])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N3_sums_of_sixteen_bit_cotangents_are_wide(dtype):
+    """b alone is mapped, so that the gradient of h0, in float32, is a sum of h's cotangents.
+
+    That of float16 is beyond its largest number.
+    """
+    case = Case("", (64, 8, 3), a=(8, 3), h0=(3,))
+    a, b, *_ = arguments(case, dtype)
+    h0 = np.linspace(-1, 1, 3, dtype=np.float32)
+    g = np.random.default_rng(1).uniform(1000, 3000, case.shape).astype(a.dtype)
+    scan = partial(sequence_parallel_scan, sharding=NamedSharding(mesh(t=4), P("t")))
+    scan = jax.vmap(scan, (None, 0, None))
+    (actual,) = jax.jit(lambda h0: jax.vjp(lambda h0: scan(a, b, h0), h0)[1](g))(h0)
+    check(actual, Oracle(a, b, h0).cotangents(g)["h0"])
+
+
 def communication(length, function):
     over = mesh(x=2, t=4)
     spec = P("x", "t")

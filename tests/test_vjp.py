@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import Case, arguments, normal
 from jax.test_util import check_grads
-from oracles import same
+from oracles import Oracle, check, same
 from programs import lax_scan, scans
 
 from jax_scan import linear_scan
@@ -270,6 +270,22 @@ def test_N3_sixteen_bit_gradients():
     for x, y in zip(narrow, wide, strict=True):
         assert x.dtype == a.dtype
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_N3_sums_of_sixteen_bit_cotangents_are_wide(dtype, mapped):
+    """h0 and the factors lack the batch that h has, so the gradient is a sum of h's cotangents.
+
+    That of float16 is beyond its largest number; h0 is in float32.
+    """
+    case = Case("", (64, 5, 3), a=(5, 3), h0=(3,))
+    a, b, *_ = arguments(case, dtype)
+    h0 = np.linspace(-1, 1, 3, dtype=np.float32)
+    g = np.random.default_rng(1).uniform(1000, 3000, case.shape).astype(a.dtype)
+    scan = jax.vmap(linear_scan, (None, 0, None)) if mapped else linear_scan
+    (actual,) = jax.jit(lambda h0: jax.vjp(lambda h0: scan(a, b, h0), h0)[1](g))(h0)
+    check(actual, Oracle(a, b, h0).cotangents(g)["h0"])
 
 
 @pytest.mark.parametrize("reverse", [False, True])
