@@ -482,7 +482,7 @@ def compare(p: Plan, out: Any) -> None:
             gradients = oracle.cotangents(p.g, gstate)
         else:
             results = ()
-            gradients = oracle.tangents_of_cotangents(p.g, gstate, **first)
+            gradients = oracle.tangents_of_cotangents(p.g, gstate, **first, order=call.order)
 
     judge = check_finite if call.extreme or "float16" in call.dtypes.values() else check
     if gradients is None:

@@ -252,12 +252,15 @@ class Oracle:
             for t in reversed(range(self.length)):
                 u[t], size[t] = g[t] + v, np.abs(g[t]) + v_size
                 largest = np.fmax(largest, size[t])
-                error[t] = v_error + rounding * size[t] + self.tiny * (2 + largest)
+                error[t] = v_error + rounding * size[t] + 2 * self.tiny
                 cut, a = self.cut[t], self.a[t]
-                largest = np.where(cut, 0, largest)
                 v = np.where(cut, 0, a * u[t])
                 v_size = np.where(cut, 0, self._saturated(np.abs(a) * size[t]))
-                v_error = np.where(cut, 0, np.abs(a) * (error[t] + rounding * size[t]))
+                # A factor that counts as zero loses n u, and v may be a result itself, dh0.
+                lost = rounding * size[t]
+                v_error = np.abs(a) * (error[t] + lost) + self.tiny * (1 + largest)
+                v_error = np.where(cut, 0, v_error)
+                largest = np.where(cut, 0, largest)
             h, h_error = (
                 self._previous(self.h, self.h0),
                 self._previous(self.stored_error, self.tiny),
@@ -292,25 +295,33 @@ class Oracle:
     # The second order. Here a bound is so many roundings of the size: of each step, forward,
     # backward and once more, and of what is stored between.
 
-    def tangents_of_cotangents(self, g, gstate, da=None, db=None, dh0=None) -> dict[str, Expected]:
+    def tangents_of_cotangents(
+        self, g, gstate, da=None, db=None, dh0=None, *, order
+    ) -> dict[str, Expected]:
         """The tangents of the cotangents of a, b and h0, along da, db and dh0.
 
             u'_t = v'_next,  v'_t = da_t u_t + a_t u'_t,
             (da_t)' = u'_t h_prev + u_t h'_prev,  (db_t)' = u'_t,  (dh0)' = v' at the first step
 
         Second derivatives are symmetric, so these are the cotangents of a, b and h0 that belong to
-        the cotangents da, db and dh0 of the gradients too, or to g and gstate of the tangents.
+        the cotangents da, db and dh0 of the gradients too, or to g and gstate of the tangents. In
+        that order they are FR, RR and RF. What lies between the two derivatives has h's dtype: h,
+        and its tangent unless that is RR, and unless that is FR its cotangent da_t u_t, since JAX's
+        cotangents have the dtype of what they belong to. In float16 these may overflow.
         """
 
         def run(of):
             a, h, dh, d, h0 = self._first_order(of, da, db, dh0)
+            if of is np.abs and order != "RR":
+                dh = self._kept(dh)
+            kept = self._kept if of is np.abs and order != "FR" else _same
             v = of(_wide(gstate)) + np.zeros(self.step)
             dv = np.zeros(self.step)
             u, du = (np.zeros(self.a.shape, np.result_type(a, v, h)) for _ in range(2))
             for t in reversed(range(self.length)):
                 u[t], du[t] = of(self._front(g))[t] + v, dv
                 v = np.where(self.cut[t], 0, a[t] * u[t])
-                dv = np.where(self.cut[t], 0, d[t] * u[t] + a[t] * du[t])
+                dv = np.where(self.cut[t], 0, kept(d[t] * u[t]) + a[t] * du[t])
             h, dh = self._previous(h, h0), self._previous(dh, self._initial(of, dh0))
             return {"a": np.where(self.cut, 0, du * h + u * dh), "b": du, "h0": dv}
 
@@ -332,6 +343,8 @@ class Oracle:
         def run(of):
             a, _, dh1, d1, _ = self._first_order(of, **first)
             dh2, d2 = self._first_order(of, **second)[2:4]
+            if of is np.abs:
+                dh1, dh2 = self._kept(dh1), self._kept(dh2)
             x = d1 * self._previous(dh2, self._initial(of, second.get("dh0")))
             x = x + d2 * self._previous(dh1, self._initial(of, first.get("dh0")))
             return self._scan(a, np.where(self.cut, 0, x), None)
@@ -350,7 +363,7 @@ class Oracle:
         x = x if db is None else x + of(self._front(db))
         dh, _ = self._scan(a, x, self._initial(of, dh0))
         if of is np.abs:
-            h, dh = self._kept(h), self._kept(dh)
+            h = self._kept(h)
         return a, h, dh, d, h0
 
     def _initial(self, of, dh0):
@@ -369,7 +382,8 @@ class Oracle:
 
         It is uncertain from a step on, until the next reset, where loops differ that fuse a product
         and a sum or not and that know subnormal numbers or not, where the largest number is near,
-        and where an infinite factor meets a state of unknown sign.
+        and where an infinite factor meets a state of unknown sign. An operand counts as zero if it
+        is subnormal in its own dtype, in which it is read, however wide the state is.
         """
         state = np.dtype(self.state)
         wide = np.longdouble if state == np.float64 else np.float64
@@ -381,14 +395,20 @@ class Oracle:
         def fused(a, h, b):
             return (a.astype(wide) * h.astype(wide) + b.astype(wide)).astype(state)
 
+        def normal(x, tiny=info.tiny):
+            return np.where(np.abs(x) < tiny, state.type(0), x)
+
         def flushed(a, h, b):
-            flush = [np.where(np.abs(x) < info.tiny, state.type(0), x) for x in (a, h, b)]
-            product = flush[0] * flush[1]
-            return np.where(np.abs(product) < info.tiny, state.type(0), product) + flush[2]
+            return normal(normal(a) * normal(h)) + normal(b)
 
         a, b = self.a.astype(state), self.b.astype(state)
-        first = np.zeros(self.step) if self.h0 is None else self.h0
-        hs = [first.astype(state)] * 3
+        first = (np.zeros(self.step) if self.h0 is None else self.h0).astype(state)
+        read = {
+            name: normal(x, _least_normal(self.given[name].dtype))
+            for name, x in (("a", a), ("b", b), ("h0", first))
+            if self.given[name] is not None
+        }
+        hs = [first, first, read.get("h0", first)]
         unsure = np.zeros(self.step, bool)
         doubt = self._previous(self.error, None) + self.tiny >= np.abs(
             self._previous(self.h, self.h0)
@@ -399,8 +419,11 @@ class Oracle:
                 cut = self.cut[t]
                 sign = np.isinf(a[t]) & np.isfinite(hs[0]) & doubt[t]
                 near = np.abs(a[t].astype(wide) * hs[0].astype(wide) + b[t].astype(wide))
-                hs = [np.where(cut, b[t], f(a[t], h, b[t])) for f, h in
-                      zip((plain, fused, flushed), hs, strict=True)]  # fmt: skip
+                hs = [
+                    np.where(cut, b[t], plain(a[t], hs[0], b[t])),
+                    np.where(cut, b[t], fused(a[t], hs[1], b[t])),
+                    np.where(cut, read["b"][t], flushed(read["a"][t], hs[2], read["b"][t])),
+                ]
                 unsure = (unsure | sign | _near(near, info.max)) & ~cut
                 unsure |= (_class(hs[0]) != _class(hs[1])) | (_class(hs[0]) != _class(hs[2]))
                 out[t] = hs[0].astype(self.dtype)
@@ -434,6 +457,11 @@ def _near(x, limit):
 
 def _limit(dtype) -> float:
     return float(ml_dtypes.finfo(dtype).max)
+
+
+def _least_normal(dtype) -> float:
+    """Smaller numbers may count as zero, but for float16's: they become normal in single."""
+    return 0.0 if dtype == np.float16 else float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
 def _same(x):

@@ -10,7 +10,7 @@ import os
 import time
 
 import pytest
-from fuzz import batch
+from fuzz import Call, Level, batch, verify
 
 EXAMPLES = int(os.environ.get("JAX_SCAN_TEST_EXAMPLES", "0"))
 PARTS = range(8)  # hypothesis varies what it has drawn: a few short runs see more than a long one
@@ -24,3 +24,52 @@ def test_random_calls(part):
     done = batch(count, number, shrink=bool(EXAMPLES))
     print(dict(sorted(done.counts.items())))
     assert not done.failures, done.failures[0]
+
+
+def once_failed(shapes, dtypes="float32 float32 float32 float32", order="R", moving="h0", **other):
+    """A call with time first; dtypes of a, b, h and h0."""
+    named = dict(zip(["a", "b", "out", "h0"], dtypes.split(), strict=True))
+    plain = Call(
+        shapes, named, axis=0, reverse=False, return_state=False, order=order,
+        moving=frozenset(moving.split()), levels=(), outside=0, arrays="plain", compiled=True,
+        extreme=True, seed=0,
+    )  # fmt: skip
+    return plain._replace(**other)
+
+
+DOUBLE = "float32 float64 float64 float64"
+ONCE_FAILED = {
+    "a subnormal float32 times an infinite float64": once_failed(
+        {"a": (2, 4, 16), "b": (2, 4, 16), "h0": (4, 16)}, DOUBLE, "value", "a", seed=3193259
+    ),
+    "a subnormal float32 times a huge float64": once_failed(
+        {"a": (16,), "b": (16,), "h0": ()},
+        DOUBLE,
+        moving="a b h0",
+        levels=(Level(2, frozenset({"a", "h0"}), 0),),
+        seed=19477,
+    ),
+    "a subnormal float32 times a huge cotangent": once_failed(
+        {"a": (1, 1, 33, 3, 4), "b": (1, 1, 33, 3, 4), "h0": (1, 33, 3, 4)}
+    ),
+    "a cotangent of h beyond float16": once_failed(
+        {"a": (2, 1), "b": (2, 256)},
+        "float32 float32 float16 float32",
+        "RR",
+        "a b",
+        axis=1,
+        extreme=False,
+        seed=256,
+    ),
+    "a sum of cotangents in bfloat16": once_failed(
+        {"a": (2,), "b": (2,), "h0": ()},
+        "bfloat16 bfloat16 bfloat16 float32",
+        levels=(Level(2, frozenset({"b"}), 0),),
+        extreme=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONCE_FAILED)
+def test_what_once_failed(name):
+    verify(ONCE_FAILED[name])
