@@ -223,7 +223,7 @@ def _gradient_chain(scan: Callable[..., jax.Array], calls: int) -> Callable[...,
     return chained
 
 
-def timed(case: Case, devices: list[Any], folder: Path) -> list[dict[str, Any]]:
+def timed(case: Case, devices: list[Any], folder: Path | None) -> list[dict[str, Any]]:
     n = len(devices)
     programs: dict[str, dict[str, Timed]] = {"forward": {}, "with gradient": {}}
     rows: dict[str, dict[str, Any]] = {}
@@ -272,7 +272,7 @@ def timed(case: Case, devices: list[Any], folder: Path) -> list[dict[str, Any]]:
                     tuple(np.asarray(taken(x)) for x in given),
                 ),
             }
-            if devices[0].platform == "gpu" and case.split.by == "shard_map":
+            if folder and devices[0].platform == "gpu" and case.split.by == "shard_map":
                 where = (
                     folder
                     / f"{case.split.axis}-{shape[2]}-{case.factors[0]}-{direction.split()[0]}"
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, help="default: all that there are")
     parser.add_argument("--split", choices=["batch", "channel", "time"], help="only this one")
     parser.add_argument("--small", action="store_true", help="short parts, to try the program")
-    parser.add_argument("--profiles", type=Path, default=Path("profiles"), help="a folder for them")
+    parser.add_argument("--profiles", type=Path, help="a folder for profiles of the programs")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>-x<n>.json")
     arguments = parser.parse_args()
     devices = jax.devices()[: arguments.devices]

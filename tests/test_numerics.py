@@ -34,8 +34,8 @@ DECAYS = {
 }
 
 
-def at_most_twice(measure, dtype, decay, length):
-    rows = measure(dtype, decay, length=length, channels=64, associative=False)
+def at_most_twice(measure, dtype, decay, length, channels=64):
+    rows = measure(dtype, decay, length=length, channels=channels, associative=False)
     assert {row["what"] for row in rows} == {"h", "da", "db"}
     for row in rows:
         for ratio in ("ratio", "ratio_of_norms"):
@@ -52,11 +52,17 @@ def test_N6_at_most_twice_the_loops_error(measure, dtype):
 # and again: kernels that compose the maps of many steps have to make up for that.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "decay"),
-    [("float32", 0.9999), ("float32", "0.9998 to 1"), ("bfloat16", 0.9999), ("complex64", "turn")],
+    ("dtype", "decay", "length", "channels"),
+    [
+        ("float32", 0.9999, 40_000, 64),
+        ("float32", "0.9998 to 1", 40_000, 64),
+        ("float32", 1.0001, 400_000, 4),
+        ("bfloat16", 0.9999, 40_000, 64),
+        ("complex64", "turn", 40_000, 64),
+    ],
 )
-def test_N6_errors_of_long_products_do_not_add_up(measure, dtype, decay):
-    at_most_twice(measure, dtype, decay, length=40_000)
+def test_N6_errors_of_long_products_do_not_add_up(measure, dtype, decay, length, channels):
+    at_most_twice(measure, dtype, decay, length, channels)
 
 
 @pytest.mark.parametrize("channels", [1, 4, 40])
