@@ -438,9 +438,17 @@ class Share {
   static __device__ constexpr int element(int e) {
     return Layout::kLine && kDescending ? kElements - 1 - e : e;
   }
-  // A NaN is not larger: what it spoils stays spoilt without us.
-  static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
-  static __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
+  // A NaN is not larger: what it spoils stays spoilt without us. But a product of complex numbers
+  // may be one because it has overflowed, and that must be told.
+  static __device__ __forceinline__ Real<S> larger(Real<S> x, Real<S> y) {
+    if constexpr (!std::is_same_v<S, Real<S>>) {
+      return y <= x || x != x ? x : y;
+    } else if constexpr (sizeof(S) == 4) {
+      return fmaxf(x, y);
+    } else {
+      return fmax(x, y);
+    }
+  }
 
   const Problem& p_;
   const Walk& walk_;

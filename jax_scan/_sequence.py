@@ -125,11 +125,12 @@ def sequence_parallel_scan(
         h = sequence_parallel_scan(a, b, sharding=NamedSharding(mesh, P(None, "time")))
 
     Value and derivatives are those of `linear_scan`, of any order and in both modes, up to
-    rounding, with three exceptions. Over several devices and without `h0` the first factor is read;
+    rounding, with four exceptions. Over several devices and without `h0` the first factor is read;
     it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
     product of their factors and H what they make of zero: where A overflows, so does the result,
-    and an infinite state may become a NaN. And a tangent or cotangent that is not finite passes no
-    steps whose product has underflowed.
+    and an infinite state may become a NaN. A state that overflows inside of these steps is infinite
+    there alone if A s + H is finite. And a tangent or cotangent that is not finite passes no steps
+    whose product has underflowed.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
@@ -364,10 +365,12 @@ def _shard(
         return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
 
     def more_steps(count, h, last):
-        return first_steps(count, h)[0], last
+        longer, state = first_steps(count, h)
+        is_right = _everywhere(jnp.isfinite(state))
+        return lax.cond(is_right, lambda *same: same, whole, longer, last)
 
     if prefixes:
-        # Usually that is all. A state after these steps that is not finite reaches all that follow.
+        # Usually that is all. A state after first steps that is not finite reaches all that follow.
         h, state = first_steps(prefixes[0], h)
         is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
 
@@ -478,8 +481,8 @@ def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[
 
     A product has gone when the sum of its logarithms says so: in whatever order it is summed, it
     neither overflows nor ends among the subnormal numbers. Small factors count as _LEAST each, so
-    that a product without some of them is still nothing: the derivatives of the product, of any
-    order, are then zero too.
+    that a product without a few of them is still nothing: the derivatives of the product by so many
+    factors are then zero too.
     """
     axis, state = recurrence.axis, jnp.finfo(recurrence.state)
     given = {name: operands[name] for name in ("a", "reset") if name in operands}

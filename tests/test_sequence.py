@@ -769,6 +769,7 @@ def test_N1_what_is_not_finite_ends_at_a_reset(value):
     ("grows", "decays", "until"),
     [
         ((0, 3), (3, 45), 2 * EACH),  # the state overflows, but not the product that is passed on
+        ((50, 53), (53, 100), 2 * EACH),  # not within the first steps that are always scanned again
         ((0, 9), (9, 96), 3 * EACH),
         ((50, 60), (60, 150), 3 * EACH),
     ],
@@ -780,7 +781,7 @@ def test_N1_what_overflows_on_its_way_is_not_forgotten(grows, decays, until):
     The oracle works in float64, in which nothing overflows here, so the loop is one in float32.
     """
     _, given = forgetting("float32", (5, None, 300))
-    for (first, last), factor in ((grows, 2.0**16), (decays, 2.0**-4)):
+    for (first, last), factor in (((0, grows[0]), 1), (grows, 2.0**16), (decays, 2.0**-4)):
         given.a[:, EACH + first : EACH + last] = factor
     given.b[:, EACH - 1] = 2.0**80
     a, b = given[:2]

@@ -378,6 +378,25 @@ def test_overflowing_products(pattern, channels):
         check(actual, Expected(expected.value, expected.bound + 1e-30))
 
 
+def test_overflowing_complex_products():
+    """The product of the first two of three factors is inf - inf; no state comes near to that.
+
+    The three stand at all places of a tile and of its segments.
+    """
+    length, channels = 4096, 256
+    a, b = np.ones((2, length, channels), np.complex64)
+    b[0], b[1:] = 2.0**-60, 0
+    for c in range(channels):
+        a[15 * c + 1 : 15 * c + 4, c] = 2.0**39 * (1 + 1j), 2.0**100 * (1 + 1j), 2.0**-120
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.isnan(a.prod(0)).any()
+    state, h = np.zeros(channels, np.complex128), np.empty(b.shape, np.complex128)
+    for t in range(length):
+        h[t] = state = a[t] * state + b[t]
+    assert np.abs(h).max() < 2.0**90
+    np.testing.assert_allclose(linear_scan(a, b), h, rtol=1e-5)
+
+
 @pytest.mark.parametrize("length", [5, 3000])
 def test_first_factor_is_not_read(length):
     case = Case("", (2, length, 3))
