@@ -752,16 +752,13 @@ const char* name(Values values) {
 
 int64_t Case::outer() const { return product(sizes, 0, axis); }
 int64_t Case::inner() const { return product(sizes, axis + 1, sizes.size()); }
-int64_t Case::inner_run() const {
+int64_t Case::inner_run() const { return run(axis + 1, sizes.size()); }
+int64_t Case::outer_run() const { return run(0, axis); }
+int64_t Case::run(size_t begin, size_t end) const {
   int64_t run = 1;
-  for (size_t k = axis + 1; k < sizes.size(); ++k) {
-    run *= sizes[k] / size_of(*this, kDaOut, k);
+  for (size_t k = begin; k < end; ++k) {
+    if (sizes[k] > 0) run *= sizes[k] / size_of(*this, kDaOut, k);
   }
-  return run;
-}
-int64_t Case::outer_run() const {
-  int64_t run = 1;
-  for (size_t k = 0; k < axis; ++k) run *= sizes[k] / size_of(*this, kDaOut, k);
   return run;
 }
 int64_t Case::bytes(Slot slot) const {

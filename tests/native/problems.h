@@ -93,6 +93,9 @@ struct Case {
   // What the kernel is given, when the arrays lie there.
   Problem problem(const Pointers& at) const;
   std::string text() const;
+
+ private:
+  int64_t run(size_t begin, size_t end) const;  // of the axes from `begin` to `end`
 };
 
 struct Limits {
