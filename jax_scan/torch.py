@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -242,7 +243,8 @@ class _Program:
 
     def __init__(self, function: Callable[..., tuple[jax.Array, ...]], wide: bool = False) -> None:
         self.function = function
-        self.compiled = jax.jit(function)
+        # An operand that is not used is passed all the same: the first may stand for all (to_jax).
+        self.compiled = jax.jit(function, keep_unused=True)
         self.wide = wide  # the result may be 64 bits wide though no operand is
 
     def save(self, ctx: Any, inputs: Sequence[torch.Tensor], outputs: tuple[Any, ...]) -> None:
@@ -524,9 +526,9 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
         wide = wide or tensor.dtype in _WIDE
     bridge = _bridge(device)
     with jax.enable_x64(True) if wide else _NOTHING:
-        arrays = bridge.to_jax(tensors)
+        arrays, stream = bridge.to_jax(tensors)
         results = program.compiled(*arrays)
-        return bridge.to_torch(results, tensors)
+        return bridge.to_torch(results, tensors, stream)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -577,14 +579,15 @@ class _CpuBridge:
     ) -> list[jax.Array]:
         return [jax.dlpack.from_dlpack(_Exported(t, self.dlpack_device, order)) for t in tensors]
 
-    def to_jax(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+    def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
+        """The operands, and what `to_torch` has to know of the order of things."""
         ready = [_plain(t) for t in tensors]
         if _import_capsule is None:
-            return self.import_all(ready, None)
-        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in ready]
+            return self.import_all(ready, None), None
+        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in ready], None
 
     def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor]
+        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
     ) -> tuple[torch.Tensor, ...]:
         return _unaliased([torch.from_dlpack(array.__dlpack__()) for array in arrays], operands)
 
@@ -593,7 +596,8 @@ class _CudaBridge(_CpuBridge):
     """Tensors on a GPU: nothing waits on the host, all order is between streams.
 
     Towards JAX: a stream of JAX's, which it names itself, is made to wait for what is queued on
-    torch's current stream; JAX starts the computation after what is queued on its stream.
+    torch's current stream; JAX starts the computation after what is queued on its stream. It does
+    so if one operand is said to be made there: the computation waits for all of its operands.
     Back: __dlpack__ is given torch's current stream, and makes it wait for the result. The operands
     have been read by then, so torch may write to them, or use their memory again, in the order of
     its stream.
@@ -605,39 +609,47 @@ class _CudaBridge(_CpuBridge):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
         self.jax_streams: dict[int, torch.cuda.Stream] = {}
+        self.jax_stream = self.jax_device.get_stream_for_external_ready_events()
+        self.of_thread = threading.local()
         self.legacy_stream = 0 if torch.version.hip else 1  # DLPack's name for the default stream
         self.live: dict[int, tuple[weakref.ref, jax.Array]] = {}
         self.freed: list[tuple[torch.cuda.Stream, jax.Array]] = []
 
-    def to_jax(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+    def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
         ready = [_plain(t) for t in tensors]
-        current = torch.cuda.current_stream(self.device)
-        event = current.record_event()
-
-        def order(pointer: int) -> None:
-            stream = self.jax_streams.get(pointer)
-            if stream is None:
-                stream = torch.cuda.ExternalStream(pointer, device=self.device)
-                self.jax_streams[pointer] = stream
-            stream.wait_event(event)
-
+        current = torch.cuda.current_stream(self.index)
+        # A wait is for what the event stood for when it was queued, so one event does.
+        event = getattr(self.of_thread, "event", None)
+        if event is None:
+            event = self.of_thread.event = torch.cuda.Event()
+        event.record(current)
         if _import_capsule is None:
-            arrays = self.import_all(ready, order)
+            arrays = self.import_all(ready, functools.partial(self.order, event))
         else:
-            pointer = self.jax_device.get_stream_for_external_ready_events()
-            order(pointer)
-            arrays = [_import_capsule(torch.to_dlpack(t), self.jax_device, pointer) for t in ready]
+            self.order(event, self.jax_stream)
+            stream, arrays = self.jax_stream, []
+            for tensor in ready:
+                capsule = torch.to_dlpack(tensor)
+                arrays.append(_import_capsule(capsule, self.jax_device, stream))
+                stream = None
         if self.freed:
             self.freed = [f for f in self.freed if f[0] != current and not f[0].query()]
-        return arrays
+        return arrays, current.cuda_stream or self.legacy_stream
+
+    def order(self, event: torch.cuda.Event, pointer: int) -> None:
+        stream = self.jax_streams.get(pointer)
+        if stream is None:
+            stream = torch.cuda.ExternalStream(pointer, device=self.device)
+            self.jax_streams[pointer] = stream
+        stream.wait_event(event)
 
     def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor]
+        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
     ) -> tuple[torch.Tensor, ...]:
-        stream = torch.cuda.current_stream(self.device).cuda_stream or self.legacy_stream
         tensors = [torch.from_dlpack(array.__dlpack__(stream=stream)) for array in arrays]
         for tensor, array in zip(tensors, arrays, strict=True):
             storage = weakref.ref(tensor.untyped_storage(), self.release)
@@ -646,7 +658,7 @@ class _CudaBridge(_CpuBridge):
 
     def release(self, storage: weakref.ref) -> None:
         _, array = self.live.pop(id(storage))
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.index)
         if not stream.query():
             self.freed.append((stream, array))
 

@@ -371,11 +371,11 @@ def test_D3_no_host_copies(device, monkeypatch):
     to_jax = bridge.to_jax
 
     def spy(tensors):
-        arrays = to_jax(tensors)
+        arrays, stream = to_jax(tensors)
         seen.extend(
             (t.data_ptr(), x.unsafe_buffer_pointer()) for t, x in zip(tensors, arrays, strict=True)
         )
-        return arrays
+        return arrays, stream
 
     monkeypatch.setattr(bridge, "to_jax", spy)
     with jax.transfer_guard("disallow"):
