@@ -387,9 +387,8 @@ class Segment {
   template <bool kPlain>
   __device__ __forceinline__ void run_steps(S (&s)[kChannels]) {
     const bool has_h = kWithH && p_.has_h;
-    Y* const y = static_cast<Y*>(p_.y.data) + (kLine ? 0 : offset_of(p_.y, at_, begin_));
-    A* const da_out =
-        static_cast<A*>(p_.da_out.data) + (kLine ? 0 : offset_of(p_.da_out, at_, begin_));
+    Y* y = static_cast<Y*>(p_.y.data) + (kLine ? 0 : offset_of(p_.y, at_, begin_));
+    A* da_out = static_cast<A*>(p_.da_out.data) + (kLine ? 0 : offset_of(p_.da_out, at_, begin_));
     const bool write_y = p_.wants_y && valid_, write_da = p_.wants_da && valid_;
     Pack<H, 1> h_line[kLine ? kSteps : 1];
     if constexpr (kLine && kWithH) {
@@ -425,11 +424,11 @@ class Segment {
         if constexpr (kWithH) reinterpret_cast<Pack<A, 1>&>(a_[k]) = da_pack;
       } else {
         const bool inside = kPlain || k < left_;
-        if (write_y && inside) *reinterpret_cast<Pack<Y, kChannels>*>(y + k * p_.y.step) = y_pack;
+        if (write_y && inside) *reinterpret_cast<Pack<Y, kChannels>*>(y) = y_pack;
+        y = next<kPlain>(y, p_.y.step);
         if constexpr (kWithH) {
-          if (write_da && inside) {
-            *reinterpret_cast<Pack<A, kChannels>*>(da_out + k * p_.da_out.step) = da_pack;
-          }
+          if (write_da && inside) *reinterpret_cast<Pack<A, kChannels>*>(da_out) = da_pack;
+          da_out = next<kPlain>(da_out, p_.da_out.step);
         }
       }
     }
@@ -500,6 +499,14 @@ class Segment {
   __device__ __forceinline__ bool is_cut(int k, int c) const {
     if (!kPlain) return ((cuts_ >> (k * kChannels + c)) & 1u) != 0;
     return k == (kWithH ? kSteps - 1 : 0) && k == first_ && !p_.has_h0;
+  }
+
+  // The compiler would compute the addresses of all steps ahead, and keep them in registers.
+  template <bool kPlain, class T>
+  static __device__ __forceinline__ T* next(T* at, int step) {
+    at += step;
+    if constexpr (kWithH || !kPlain) asm volatile("" : "+l"(at));
+    return at;
   }
 
   __device__ S h0(int c) const {
@@ -728,7 +735,7 @@ __device__ __forceinline__ void cluster_block(const Args& p) {
 
 // Blocks that a multiprocessor is meant to hold: two where that costs no spills.
 template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
-__global__ void __launch_bounds__(32 * kClusterWarps, kOp == Op::kScan && kPlain ? 2 : 1)
+__global__ void __launch_bounds__(32 * kClusterWarps, kPlain ? 2 : 1)
     cluster_kernel([[maybe_unused]] const __grid_constant__ Args p) {
   if constexpr (kHasClusters) cluster_block<kPlain, kOp, A, B, H, Layout, kSteps>(p);
 }

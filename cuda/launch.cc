@@ -301,12 +301,15 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
   if ((path == Path::kAuto || path == Path::kCluster) && device.capability_major >= 9) {
     const ClusterKernel cluster = cluster_for(p, types);
     if (cluster.launch) {
-      const ClusterPlan plan =
-          plan_cluster(cluster.line, cluster.vector, cluster.steps, byte_size(types.b),
-                       p.channels(), p.time, device.multiprocessors);
-      const cudaError_t queued =
-          plan.groups > 0 ? cluster.launch(p, plan, stream) : cudaErrorNotSupported;
-      if (queued != cudaErrorNotSupported) return queued;
+      // Not every GPU has the largest clusters.
+      for (const int most_ranks : {kMostRanks, kPortableRanks}) {
+        const ClusterPlan plan =
+            plan_cluster(cluster.line, cluster.vector, cluster.steps, byte_size(types.b),
+                         p.channels(), p.time, device.multiprocessors, most_ranks);
+        const cudaError_t queued =
+            plan.groups > 0 ? cluster.launch(p, plan, stream) : cudaErrorNotSupported;
+        if (queued != cudaErrorNotSupported) return queued;
+      }
     }
   }
   if (path == Path::kCluster) return cudaErrorNotSupported;

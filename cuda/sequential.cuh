@@ -338,6 +338,29 @@ struct LaneSums {
   }
 };
 
+// Adds up a stack of kGroups groups, [group][step]; of every kGroups-th of its first `steps` steps,
+// the first of which is the first that `stack` points to.
+template <int kSteps, int kGroups, class S>
+__device__ __forceinline__ void add_stack(const S* stack, S* out, int64_t stride, int steps) {
+  constexpr int kMine = kSteps / kGroups;
+  static_assert(kSteps % kGroups == 0);
+  S sums[kMine];
+#pragma unroll
+  for (int k = 0; k < kMine; ++k) {
+    sums[k] = stack[k * kGroups * 32];
+#pragma unroll
+    for (int group = 1; group < kGroups; ++group) {
+      sums[k] = sums[k] + stack[(group * kSteps + k * kGroups) * 32];
+    }
+  }
+  stride = opaque(stride * kGroups);
+#pragma unroll
+  for (int k = 0; k < kMine; ++k) {
+    if (k * kGroups < steps) *out = sums[k];
+    out += stride;
+  }
+}
+
 // The streams of an operation on a of type A, b of type B and h of type H.
 template <Op kOp, class A, class B, class H>
 struct Streams {
@@ -558,12 +581,12 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
 #pragma unroll
       for (int r = 0; r < kSteps; ++r) stack[(place.group * kSteps + r) * 32 + place.lane] = h[r];
       within_team.wait();
-      for (int r = place.group; r < kSteps; r += place.groups) {
-        S sum = stack[r * 32 + place.lane];
-        for (int group = 1; group < place.groups; ++group) {
-          sum = sum + stack[(group * kSteps + r) * 32 + place.lane];
-        }
-        if (r < there.end) sums[(s0 + r) * sums_stride] = sum;
+      const S* const mine = stack + place.group * 32 + place.lane;
+      S* const out = sums + (s0 + place.group) * sums_stride;
+      if (place.groups == 2) {
+        add_stack<kSteps, 2>(mine, out, sums_stride, there.end - place.group);
+      } else {
+        add_stack<kSteps, 4>(mine, out, sums_stride, there.end - place.group);
       }
     } else if constexpr (kOp == Op::kCotangent) {
       if (!p.da_over_time) {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kSumThreads)
   S sum = S(0);
   if (minor < t.minor) {
     const S* mine = sums + major * t.tiles * t.minor + minor;
-#pragma unroll 4
+#pragma unroll(kRows == 1 ? 16 : 4)
     for (int64_t k = threadIdx.y; k < t.tiles; k += kRows) sum = sum + mine[k * t.minor];
   }
   if constexpr (kRows > 1) {

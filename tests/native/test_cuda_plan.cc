@@ -54,15 +54,18 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   holds(all <= channels * workspace_bytes_per_channel(time, state), "workspace per channel");
   for (const ClusterKernel& k : kClusterKernels) {
     if (!k.line && inner % k.channels_of_thread != 0) continue;
-    const ClusterPlan plan =
-        plan_cluster(k.line, k.channels_of_thread, k.steps, k.bytes, channels, time, 132);
-    if (plan.groups == 0) continue;
-    const int width = k.channels_of_thread << plan.lanes_log2;
-    const int64_t tile = int64_t{plan.warps} * (32 >> plan.lanes_log2) * k.steps;
-    holds(width <= 32 && plan.lanes_log2 <= (k.line ? 0 : 5), "channels of a cluster");
-    holds(plan.groups * width >= channels && plan.groups <= UINT16_MAX, "clusters cover channels");
-    holds(plan.ranks * tile >= time && plan.ranks <= kMostRanks, "a cluster covers time");
-    holds(plan.warps == kClusterWarps || 2 * plan.warps == kClusterWarps, "warps of a block");
+    for (const int most_ranks : {kMostRanks, kPortableRanks}) {
+      const ClusterPlan plan = plan_cluster(k.line, k.channels_of_thread, k.steps, k.bytes,
+                                            channels, time, 132, most_ranks);
+      if (plan.groups == 0) continue;
+      const int width = k.channels_of_thread << plan.lanes_log2;
+      const int64_t tile = int64_t{plan.warps} * (32 >> plan.lanes_log2) * k.steps;
+      holds(width <= 32 && plan.lanes_log2 <= (k.line ? 0 : 5), "channels of a cluster");
+      holds(plan.groups * width >= channels && plan.groups <= UINT16_MAX,
+            "clusters cover channels");
+      holds(plan.ranks * tile >= time && plan.ranks <= most_ranks, "a cluster covers time");
+      holds(plan.warps == kClusterWarps || 2 * plan.warps == kClusterWarps, "warps of a block");
+    }
   }
   for (const Kernel& k : kKernels) {
     if (k.state_bytes != byte_size(state)) continue;
