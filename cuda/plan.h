@@ -342,8 +342,8 @@ inline constexpr int64_t kClusterBytes = 64 * 1024;
 // first. us in a graph on an H200, (2,4096,64) in fp32, forward and backward:
 //   64 bytes, 8 ranks 3.9 5.2   64 bytes, 16 ranks 4.4 6.2   128 bytes, 16 ranks 4.6 6.4
 //   32 bytes, 8 ranks 4.7 6.5   16 bytes, 4 ranks 7.5 10.7
-// Where 128 bytes need no more than 8 ranks they are best: (1,2048,1024) 8.2 14.4, with 64 bytes
-// 8.1 18.7.
+// Where 128 bytes need no more than 8 ranks they are best: (1,2048,1024) 8.4 10.5, with 64 bytes
+// 9.1 12.6.
 struct Pieces {
   int bytes;
   int ranks;
