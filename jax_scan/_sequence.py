@@ -41,6 +41,7 @@ from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from jax_scan import _api, _compat, _primitives
+from jax_scan._reach import first_steps, product, product_and_reach
 from jax_scan._reference import Operands, Recurrence, Result, full_shape, step_shape
 
 AxisName = str | tuple[str, ...]
@@ -50,8 +51,6 @@ Pair = tuple[jax.Array, jax.Array]
 # how many times more each further look takes. Fewer steps would hardly be faster on a GPU.
 _PREFIX = 1024
 _RATIO = 8
-# What a smaller factor counts as there.
-_LEAST = 1 / 16
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 # The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
@@ -342,8 +341,9 @@ def _shard(
         h, last = lax.optimization_barrier(_primitives.scan(recurrence, given, dtype, True))
     else:
         last = _primitives.last_state(recurrence, given)
-    product, reach = _reach(recurrence, prefixes, operands)
-    parts = [product, last]
+    product_of_all, reach = product_and_reach(recurrence, prefixes, operands)
+    furthest = _furthest(reach)
+    parts = [product_of_all, last]
     if "reset" in operands:
         # A is zero then, but zero times a state that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
@@ -356,33 +356,34 @@ def _shard(
     def whole(*_):
         return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
 
-    def first_steps(count, h):
+    def again(count, h):
         """h with its first steps scanned again, and the state after them."""
         part = recurrence._replace(length=count)
-        start = _first_steps(recurrence, count, operands) | {"h0": before}
+        start = first_steps(recurrence, count, operands) | {"h0": before}
         start, state = cast(Pair, _primitives.scan(part, start, dtype, True))
         at = recurrence.length - count if recurrence.reverse else 0
         return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
 
     def more_steps(count, h, last):
-        longer, state = first_steps(count, h)
+        longer, state = again(count, h)
         is_right = _everywhere(jnp.isfinite(state))
         return lax.cond(is_right, lambda *same: same, whole, longer, last)
 
     if prefixes:
         # Usually that is all. A state after first steps that is not finite reaches all that follow.
-        h, state = first_steps(prefixes[0], h)
+        h, state = again(prefixes[0], h)
         is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
 
         def rest(h, last):
-            steps = jnp.where(_everywhere(jnp.isfinite(state)), reach, len(prefixes))
+            steps = _furthest(jnp.where(more == 0, 0, reach))
+            steps = jnp.where(_everywhere(jnp.isfinite(state)), steps, len(prefixes))
             branches = [*(partial(more_steps, n) for n in prefixes[1:]), whole]
             return lax.switch(steps.astype(np.int32) - 1, branches, h, last)
 
         h, last = lax.cond(_everywhere(is_right), lambda *same: same, rest, h, last)
     else:
         h, last = whole()
-    return h, last, before, maps, reach
+    return h, last, before, maps, furthest
 
 
 def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
@@ -423,7 +424,7 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     if "da" in dots:
 
         def products(a):
-            own = jnp.broadcast_to(_product(recurrence, shared | {"a": a}), before.shape)
+            own = jnp.broadcast_to(product(recurrence, shared | {"a": a}), before.shape)
             if gathered:
                 return lax.all_gather(own, axis_name)
             return _doubled_products(recurrence, axis_name, own, maps)
@@ -434,17 +435,6 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
-
-
-def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.Array:
-    """The product of the factors, zero where there is a reset: the scan of zeros from one.
-
-    It is taken in the order of the steps, so that it overflows no sooner than a state of one does.
-    """
-    given = {name: operands[name] for name in ("a", "reset") if name in operands}
-    shape = (1,) * operands["a"].ndim
-    one, zero = jnp.ones(shape, recurrence.state), jnp.zeros(shape, recurrence.state)
-    return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
 
 
 # ---- How far the state before a shard reaches ----------------------------------------------------
@@ -476,48 +466,6 @@ def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[str, jax.Array]):
-    """A, and which prefix forgets; that of the index len(prefixes) is the whole shard.
-
-    A product has gone when the sum of its logarithms says so: in whatever order it is summed, it
-    neither overflows nor ends among the subnormal numbers. Small factors count as _LEAST each, so
-    that a product without a few of them is still nothing: the derivatives of the product by so many
-    factors are then zero too.
-    """
-    axis, state = recurrence.axis, jnp.finfo(recurrence.state)
-    given = {name: operands[name] for name in ("a", "reset") if name in operands}
-
-    def forgets(count):
-        first = _first_steps(recurrence, count, given)
-        size = jnp.abs(first["a"]).astype(state.dtype)
-        times = count if size.shape[axis] == 1 else 1
-        # In one pass over the factors: the logarithm of their product, and of those above 1.
-        product, growth = lax.reduce(
-            tuple(times * jnp.log(jnp.maximum(size, least)) for least in (_LEAST, 1)),
-            (np.zeros((), state.dtype),) * 2,
-            lambda x, y: (x[0] + y[0], x[1] + y[1]),
-            (axis,),
-        )
-        found = (product < math.log(state.tiny)) & (growth < math.log(state.max) / 2)
-        found = jnp.expand_dims(found, axis)
-        if "reset" in first:
-            found |= jnp.any(first["reset"], axis, keepdims=True)
-        return found
-
-    def look(index):
-        if index == len(prefixes):
-            product = _product(recurrence, given)
-            return product, _vary_like(product, jnp.float32(index))
-        found = forgets(prefixes[index])
-        # What passes through a conditional costs nothing, what is made there costs a kernel.
-        nothing = jnp.where(found, 0, 1).astype(recurrence.state)
-        enough = _everywhere(found)
-        reach = jnp.where(enough, jnp.float32(index), jnp.float32(index + 1))
-        return lax.cond(enough, lambda *same: same, lambda *_: look(index + 1), nothing, reach)
-
-    return look(0)
-
-
 @jax.custom_batching.custom_vmap
 def _everywhere(x: jax.Array) -> jax.Array:
     """Whether all of x is true, under `jax.vmap` too: a decision for each would have all done."""
@@ -529,16 +477,15 @@ def _(size, mapped, x):
     return _everywhere(x), False
 
 
-def _first_steps(
-    recurrence: Recurrence, count: int, operands: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """The operands of the first steps; what is the same at all steps stays as it is."""
-    axis, length = recurrence.axis, recurrence.length
-    ends = (length - count, length) if recurrence.reverse else (0, count)
-    return {
-        name: lax.slice_in_dim(x, *ends, axis=axis) if x.shape[axis] == length else x
-        for name, x in operands.items()
-    }
+@jax.custom_batching.custom_vmap
+def _furthest(reach: jax.Array) -> jax.Array:
+    """The largest of all, likewise, as a number whose tangents are not of a kind of their own."""
+    return jnp.max(reach, initial=0).astype(np.float32)
+
+
+@_furthest.def_vmap
+def _(size, mapped, reach):
+    return _furthest(reach), False
 
 
 # tangent(a; ds) is a primitive, and so is its transpose. Of a conditional JAX would make two, one
@@ -550,8 +497,8 @@ def _passed_on(
 ) -> list[jax.Array]:
     """dh and dlast from a, reset, reach and ds; dh is zero after the steps that ds reaches."""
 
-    def first_steps(count, shared, ds):
-        given = _first_steps(recurrence, count, shared) | {"dh0": ds}
+    def part(count, shared, ds):
+        given = first_steps(recurrence, count, shared) | {"dh0": ds}
         dh, _ = _primitives.tangent(recurrence._replace(length=count), given, dtype)
         rest = recurrence.length - count
         padding = [(0, 0, 0)] * dh.ndim
@@ -562,7 +509,7 @@ def _passed_on(
         return list(_primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
 
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
-    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    branches = [*(partial(part, count) for count in prefixes), whole]
     return lax.switch(operands["reach"].astype(np.int32), branches, shared, operands["ds"])
 
 
@@ -574,18 +521,18 @@ def _passed_back(
     shape = step_shape(given["g" if "g" in given else "gstate"].shape, recurrence.axis)
     wanted = [Result("dh0", shape, recurrence.state)]
 
-    def first_steps(count, given):
+    def part(count, given):
         # The last state does not depend on ds.
         given = {name: x for name, x in given.items() if name != "gstate"}
         if "g" not in given:
             return [jnp.zeros(shape, recurrence.state)]
-        part = recurrence._replace(length=count)
-        return _primitives.cotangent(part, _first_steps(recurrence, count, given), wanted)
+        shorter = recurrence._replace(length=count)
+        return _primitives.cotangent(shorter, first_steps(recurrence, count, given), wanted)
 
     def whole(given):
         return _primitives.cotangent(recurrence, given, wanted)
 
-    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    branches = [*(partial(part, count) for count in prefixes), whole]
     return lax.switch(operands["reach"].astype(np.int32), branches, given)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import Oracle, check, same, state_dtype
 from programs import lax_scan
 
-from jax_scan import _primitives, _sequence, linear_scan, sequence_parallel_scan
+from jax_scan import _primitives, _reach, _sequence, linear_scan, sequence_parallel_scan
 from jax_scan._reference import Recurrence
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -630,7 +630,8 @@ def reached(a, reset=None, reverse=False):
 
     def local(operands):
         prefixes = _sequence._prefixes(recurrence)
-        return _sequence._reach(recurrence, prefixes, operands)[1][None]
+        _, reach = _reach.product_and_reach(recurrence, prefixes, operands)
+        return jnp.max(reach)[None]
 
     f = jax.shard_map(local, mesh=over, in_specs=P(None, "t"), out_specs=P("t"))
     operands = {"a": a} if reset is None else {"a": a, "reset": reset[..., None]}
@@ -707,7 +708,7 @@ def test_S3_states_that_end_at_resets():
 @pytest.mark.usefixtures("short_prefixes")
 def test_S3_higher_derivatives_of_states_that_are_forgotten(monkeypatch, zeros, reverse):
     """Factors of zero alone do not forget: without one of them the product is not zero."""
-    monkeypatch.setattr(_sequence, "_LEAST", 2.0**-28)
+    monkeypatch.setattr(_reach, "_LEAST", 2.0**-28)
     case, (a, b, h0, _) = forgetting("float64", (None, 5, None), reverse, channels=2)
     first = 2 * EACH + 7
     at = 3 * EACH - first - zeros if reverse else first
@@ -846,6 +847,7 @@ def test_S3_products_of_many_channels_are_forgotten(dtype):
     """Taken step by step, one of factors above 1/2 may end at a subnormal number, not at zero."""
     a = jnp.full((1, 2048, 8192), 0.7, dtype)
     recurrence = Recurrence(1, 2048, False, True, np.dtype(state_dtype(a.dtype)))
-    product, reach = jax.jit(partial(_sequence._reach, recurrence, (1024,)))({"a": a})
-    assert reach == 0
+    find = partial(_reach.product_and_reach, recurrence, (1024,))
+    product, reach = jax.jit(find)({"a": a})
+    assert not np.asarray(reach).any()
     assert not np.asarray(product).any()
