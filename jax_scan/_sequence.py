@@ -303,11 +303,9 @@ def _scan(
     if count > 1:
         h0 = operands.get("h0", np.zeros((), recurrence.state))
         h0 = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
-        # Never true, but mapped if b is. So h0 is mapped then too: else the sum that makes its
-        # gradient would be one of h's cotangents, in h's dtype.
-        nothing = lax.slice_in_dim(operands["b"], 0, 0, axis=recurrence.axis)
-        never = jnp.any(nothing != 0, axis=recurrence.axis, keepdims=True)
-        given["h0"] = jnp.where(never, jnp.zeros_like(h0), h0)
+        # So h0 is mapped where b is: else the sum that makes its gradient would be one of h's
+        # cotangents, in h's dtype.
+        given["h0"] = jnp.where(_never(recurrence, operands["b"]), jnp.zeros_like(h0), h0)
         recurrence = recurrence._replace(has_h0=True)
     given = _vary_alike(given)
     del given["index"]
@@ -319,6 +317,12 @@ def _scan(
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
     return h, lax.psum(jnp.where(ours, last, jnp.zeros_like(last)), axis_name)
+
+
+def _never(recurrence: Recurrence, x: jax.Array) -> jax.Array:
+    """False, but mapped by `jax.vmap` if x is. XLA does not see x in it."""
+    nothing = lax.slice_in_dim(x, 0, 0, axis=recurrence.axis)
+    return jnp.any(nothing != 0, axis=recurrence.axis, keepdims=True)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
@@ -402,8 +406,9 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
-        if "dh0" in dots:
-            dots["dh0"] = jnp.where(is_first, dh0, _like(dh0, 0))
+        # Zeros where there is none: so this is mapped where h0 is, for the same reason.
+        begins = is_first | _never(recurrence, operands["h0"])
+        dots["dh0"] = jnp.where(begins, dh0, _like(dh0, 0))
         given = shared | primal | dots
         dh, dlast = cast(Pair, _primitives.tangent(recurrence, given, dtype, True))
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)

@@ -305,6 +305,24 @@ def test_N3_sums_of_sixteen_bit_cotangents_are_wide(dtype):
     check(actual, Oracle(a, b, h0).cotangents(g)["h0"])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N3_sums_over_mapped_initial_states_are_wide(dtype):
+    """h0 alone is mapped, so that the gradient of b, in float32, is a sum of h's cotangents."""
+    case = Case("", (64, 8, 3), a=(8, 3), h0=(64, 3))
+    a, b, h0, _ = arguments(case, dtype)
+    b = b[0].astype(np.float32)
+    g = np.random.default_rng(1).uniform(1000, 3000, case.shape).astype(a.dtype)
+    scan = partial(
+        sequence_parallel_scan, sharding=NamedSharding(mesh(t=4), P("t")), out_dtype=a.dtype
+    )
+    scan = jax.vmap(scan, (None, None, 0))
+    (actual,) = jax.jit(lambda b: jax.vjp(lambda b: scan(a, b, h0), b)[1](g))(b)
+    expected = Oracle(a, b, h0, shape=case.shape, out_dtype=a.dtype).cotangents(g)["b"]
+    check(actual, expected)
+
+
 def communication(length, function):
     over = mesh(x=2, t=4)
     spec = P("x", "t")
