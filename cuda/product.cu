@@ -168,27 +168,32 @@ __device__ __forceinline__ bool is_done(const ProductProblem& p, const ProductPl
   return __syncthreads_and(forgotten);
 }
 
+// Rows that a thread reads at a time: as many bytes as registers allow.
+template <class T, int V>
+inline constexpr int kUnroll = V > 1 || sizeof(T) == 16 ? 8 : 16;
+
 // f(V neighbouring factors, kUnroll times over) of the thread's share of times [begin, end).
-template <class T, int V, int kUnroll, class F>
+template <class T, int V, class F>
 __device__ __forceinline__ void for_each(const ProductProblem& p, const Tile& tile,
                                          const Place<V>& at, int64_t begin, int64_t end, F&& f) {
+  constexpr int kRowsAtOnce = kUnroll<T, V>;
   if (!at.reads) return;
   const int64_t stride = tile.rows * tile.inner;
   const T* from =
       static_cast<const T*>(p.a) + (at.outer * p.time + begin + at.row) * tile.inner + at.column;
   int64_t left = end - begin - at.row;
-  Pack<T, V> packs[kUnroll];
+  Pack<T, V> packs[kRowsAtOnce];
 #pragma unroll 1
-  for (; left > (kUnroll - 1) * tile.rows; left -= kUnroll * tile.rows) {
+  for (; left > (kRowsAtOnce - 1) * tile.rows; left -= kRowsAtOnce * tile.rows) {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kRowsAtOnce; ++k) {
       packs[k] = *reinterpret_cast<const Pack<T, V>*>(from + k * stride);
     }
-    f(packs, kUnroll);
-    from += kUnroll * stride;
+    f(packs, kRowsAtOnce);
+    from += kRowsAtOnce * stride;
   }
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kRowsAtOnce; ++k) {
     if (k * tile.rows < left) packs[k] = *reinterpret_cast<const Pack<T, V>*>(from + k * stride);
   }
   f(packs, left > 0 ? static_cast<int>((left + tile.rows - 1) / tile.rows) : 0);
@@ -233,9 +238,9 @@ __global__ void __launch_bounds__(kProductThreads)
   const Times times(p, prefix > 0 ? p.prefix[prefix - 1] : 0, p.prefix[prefix], at.piece,
                     plan.looks[prefix]);
   Sums sums[V];
-  for_each<T, V, 8>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
+  for_each<T, V>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
+    for (int k = 0; k < kUnroll<T, V>; ++k) {
       if (k < count) {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -257,7 +262,7 @@ __global__ void __launch_bounds__(kProductThreads)
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kProductThreads)
+__global__ void __launch_bounds__(kProductThreads, 3)
     product_kernel(const __grid_constant__ ProductProblem p,
                    const __grid_constant__ ProductPlan plan, const __grid_constant__ Tile tile,
                    Workspace workspace, Bound bound) {
@@ -266,9 +271,9 @@ __global__ void __launch_bounds__(kProductThreads)
   if (is_done<V>(p, plan, workspace, bound, tile, at, p.prefixes)) return;
   const Times times(p, 0, p.time, at.piece, plan.pieces);
   Scaled<W> product[V];
-  for_each<T, V, 8>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
+  for_each<T, V>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
+    for (int k = 0; k < kUnroll<T, V>; ++k) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         if (k < count) multiply(product[v], packs[k].v[v]);
@@ -379,10 +384,9 @@ cudaError_t launch_tiles(const ProductProblem& p, const ProductPlan& plan,
 template <class T>
 cudaError_t launch(const ProductProblem& p, const ProductPlan& plan, const Workspace& workspace,
                    const Bound& bound, cudaStream_t stream) {
-  if constexpr (kVector<T> > 1) {
-    if (aligned(p, kVector<T>)) {
-      return launch_tiles<T, kVector<T>>(p, plan, workspace, bound, stream);
-    }
+  constexpr int kMost = product_vector(sizeof(T));
+  if constexpr (kMost > 1) {
+    if (aligned(p, kMost)) return launch_tiles<T, kMost>(p, plan, workspace, bound, stream);
   }
   return launch_tiles<T, 1>(p, plan, workspace, bound, stream);
 }

@@ -50,13 +50,16 @@ struct ProductPlan {
 
 inline constexpr int kProductThreads = 256;
 inline constexpr int kProductLanes = 32;  // threads side by side across channels, at most
-// Enough blocks for the memory of any GPU so far. A thread reads 8 rows at a time.
-inline constexpr int kProductBlocks = 1024;
+// Neighbouring channels that a thread holds where memory allows it.
+constexpr int product_vector(int bytes) { return std::clamp(16 / bytes, 1, 4); }
+// Three for each multiprocessor of a large GPU, which hold as much in flight as its memory asks
+// for: a thread reads 8 or 16 rows at a time.
+inline constexpr int kProductBlocks = 384;
 
 inline ProductPlan plan_product(int64_t outer, int64_t time, int64_t inner, DType dtype,
                                 int prefixes) {
   ProductPlan plan;
-  const int64_t row = int64_t{kProductLanes} * 16 / byte_size(dtype);
+  const int64_t row = int64_t{kProductLanes} * product_vector(byte_size(dtype));
   const int64_t wide = outer * divide_up(inner, row);
   for (int k = 0; k < prefixes; ++k) {
     // The fewer the first ones have, the sooner it is known that there is nothing more to do.

@@ -368,21 +368,25 @@ def _shard(
         at = recurrence.length - count if recurrence.reverse else 0
         return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
 
-    def more_steps(count, h, last):
-        longer, state = again(count, h)
-        is_right = _everywhere(jnp.isfinite(state))
-        return lax.cond(is_right, lambda *same: same, whole, longer, last)
-
     if prefixes:
         # Usually that is all. A state after first steps that is not finite reaches all that follow.
         h, state = again(prefixes[0], h)
         is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
 
+        def after(count):
+            start = first_steps(recurrence, count, operands) | {"h0": before}
+            return _primitives.last_state(recurrence._replace(length=count), start)
+
         def rest(h, last):
-            steps = _furthest(jnp.where(more == 0, 0, reach))
-            steps = jnp.where(_everywhere(jnp.isfinite(state)), steps, len(prefixes))
-            branches = [*(partial(more_steps, n) for n in prefixes[1:]), whole]
-            return lax.switch(steps.astype(np.int32) - 1, branches, h, last)
+            steps = _furthest(jnp.where(more == 0, 0, reach)).astype(np.int32)
+            # The states are looked at beforehand: of a conditional that h leaves inside of another
+            # one XLA makes a copy of h.
+            states = [partial(after, n) for n in prefixes[1:]]
+            found = lax.switch(steps - 1, [*states, lambda: state])
+            is_finite = jnp.isfinite(found) & jnp.isfinite(state)
+            steps = jnp.where(_everywhere(is_finite), steps, len(prefixes))
+            shorter = [lambda h, last, n=n: (again(n, h)[0], last) for n in prefixes[1:]]
+            return lax.switch(steps - 1, [*shorter, whole], h, last)
 
         h, last = lax.cond(_everywhere(is_right), lambda *same: same, rest, h, last)
     else:

@@ -127,7 +127,7 @@ def test_E2_products(dtype, reverse):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((1, 10**6, 3), "float32"), ((1, 300_001, 8), "float64")]
 )
-def test_E4_products_of_many_factors(shape, dtype):
+def test_N2_products_of_many_factors(shape, dtype):
     a = factors(shape, dtype)
     actual, reach = find(a, (1024, 8192, 65536))
     same_products(actual, a, reach, (1024, 8192, 65536))
@@ -135,7 +135,7 @@ def test_E4_products_of_many_factors(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_N3_how_far_a_state_reaches(dtype, reverse):
+def test_S3_how_far_a_state_reaches(dtype, reverse):
     """Every channel by itself, at all prefixes."""
     prefixes = (32, 128, 512)
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_N1_what_does_not_make_a_product_vanish(value):
         np.testing.assert_array_equal(actual[0, 0, 2], value)
 
 
-def test_N3_factors_that_do_not_depend_on_time():
+def test_S3_factors_that_do_not_depend_on_time():
     a = np.asarray([0.5, 0.99, 0.9999], np.float32).reshape(1, 1, 3)
     recurrence = Recurrence(1, 4096, False, True, np.dtype(np.float32))
     find = partial(_reach.product_and_reach, recurrence, (256, 512))
@@ -199,7 +199,7 @@ def test_N1_resets_end_products(where):
 
 
 @pytest.mark.parametrize("mapped", ["a", "reset", "both"])
-def test_V1_products_under_vmap(mapped):
+def test_T1_products_under_vmap(mapped):
     recurrence = Recurrence(0, 256, False, True, np.dtype(np.float32))
     rng = np.random.default_rng(0)
     a = factors((3, 256, 4), "float32")
@@ -253,7 +253,7 @@ def test_N1_products_of_subnormal_numbers_and_infinities():
 
 
 @pytest.mark.gpu
-def test_D1_products_are_the_same_every_time():
+def test_V3_products_are_the_same_every_time():
     a = jnp.asarray(factors((1, 100_001, 64), "float32"))
     recurrence = Recurrence(1, a.shape[1], False, True, np.dtype(np.float32))
     f = jax.jit(partial(_reach.product_and_reach, recurrence, (1024, 8192)))

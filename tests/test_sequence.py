@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -858,6 +859,27 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
         assert sent == usual[name][0]
         assert len(kernels) > len(usual[name][1])
     _sequence._mapped.cache_clear()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="that XLA copied all the same")
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_no_decision_copies_h():
+    """Of the arrays of a device there is none that is neither an argument nor a result."""
+    over, split = mesh(t=3), P(None, "t")
+    each = 4 * EACH
+
+    def f(a, b):
+        return sequence_parallel_scan(a, b, sharding=NamedSharding(over, split))
+
+    def gradients(a, b, g):
+        h, pull = jax.vjp(f, a, b)
+        return h, pull(g)
+
+    x = put(np.ones((1, 3 * each, 5), np.float32), over, split)
+    for function, args in ((f, (x, x)), (gradients, (x, x, x))):
+        program = jax.jit(function).lower(*args).compile()
+        assert f"f32[1,{each},5]" in program.as_text()
+        assert not re.search(rf"f32\[1,{each},5\]\S* copy\(", program.as_text())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
