@@ -101,7 +101,9 @@ ffi::Error run_product(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
     if (!is_reach(most)) return error("operand 'most' must have an int32 per channel");
     p.most = static_cast<const int32_t*>(most.untyped_data());
   }
-  if (prefixes.size() > kMostPrefixes) return error("attribute 'prefixes' has too many");
+  if (prefixes.size() < 1 || prefixes.size() > kMostPrefixes) {
+    return error("attribute 'prefixes' has none or too many");
+  }
   int64_t last = 0;
   for (const int64_t prefix : prefixes) {
     if (prefix <= last || prefix > p.time) {

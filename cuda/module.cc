@@ -113,8 +113,8 @@ NB_MODULE(_cuda, m) {
   m.def(
       "product_workspace_bytes",
       [](int64_t outer, int64_t time, int64_t inner, const std::string& a, int prefixes) {
-        if (prefixes < 0 || prefixes > jax_scan::kMostPrefixes) {
-          throw nb::value_error("too many prefixes");
+        if (prefixes < 1 || prefixes > jax_scan::kMostPrefixes) {
+          throw nb::value_error("no prefixes, or too many");
         }
         return jax_scan::plan_product(outer, time, inner, dtype_named(a), prefixes).bytes;
       },

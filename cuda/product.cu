@@ -3,11 +3,11 @@
 #include "cuda/device.cuh"
 #include "cuda/product.h"
 
-// A call is one launch for each prefix, one for the product and one that puts pieces of time
-// together. Each of them begins by asking, of its own channels, whether they have been forgotten
-// within the prefixes before: then it has nothing to do. So it is decided on the device how much of
-// the factors is read, and without a conditional of the program. The launches see what those before
-// them have written, since they follow each other on a stream.
+// A call is three launches: a look at the first prefix, one at the others, and the product. The
+// last two begin by asking, of the block's own channels, whether these have been forgotten so far:
+// then there is nothing to do. So it is decided on the device how much of the factors is read, and
+// without a conditional of the program. The launches see what those before them have written, since
+// they follow each other on a stream.
 //
 // Products are in double precision with an exponent of their own: nothing overflows or vanishes
 // before the end, however many factors there are. Zeros, infinities and NaNs among the factors have
@@ -103,8 +103,9 @@ struct Bound {
 };
 
 struct Workspace {
-  Sums* sums;      // [piece of a prefix][channel]
-  void* products;  // [piece of time][channel]
+  unsigned* counters;  // [block of channels]: pieces of time whose product is there
+  Sums* sums;          // [piece of a prefix][channel]
+  void* products;      // [piece of time][channel]
 };
 
 // Which factors a block reads: neighbouring channels, side by side in `lanes` threads that hold V
@@ -117,16 +118,16 @@ struct Tile {
 
 template <int V>
 struct Place {
-  int64_t piece, outer, first;  // `first`: channel of the block, an inner index
-  int64_t column;               // of the thread
-  int lane, row, count;         // the block's channels
+  int64_t piece, block, outer, first;  // `first`: channel of the block, an inner index
+  int64_t column;                      // of the thread
+  int lane, row, count;                // the block's channels
   bool reads;
   __device__ explicit Place(const Tile& tile) {
     const int64_t wide = tile.outer * tile.groups;
     piece = blockIdx.x / wide;
-    const int64_t rest = blockIdx.x - piece * wide;
-    outer = rest / tile.groups;
-    first = (rest - outer * tile.groups) * tile.lanes * V;
+    block = blockIdx.x - piece * wide;
+    outer = block / tile.groups;
+    first = (block - outer * tile.groups) * tile.lanes * V;
     lane = threadIdx.x % tile.lanes;
     row = threadIdx.x / tile.lanes;
     column = first + lane * V;
@@ -147,7 +148,7 @@ __device__ __forceinline__ int reach(const ProductProblem& p, const ProductPlan&
   for (int k = 0; k < known; ++k) {
     if (most <= k) return k;
     const Sums* from = sums + plan.first_look[k] * channels + channel;
-#pragma unroll 8
+#pragma unroll 16
     for (int j = 0; j < plan.looks[k]; ++j) all = all + from[j * channels];
     if (bound.holds(all)) return k;
   }
@@ -159,7 +160,6 @@ template <int V>
 __device__ __forceinline__ bool is_done(const ProductProblem& p, const ProductPlan& plan,
                                         const Workspace& workspace, const Bound& bound,
                                         const Tile& tile, const Place<V>& at, int known) {
-  if (known == 0) return false;
   bool forgotten = true;
   if (static_cast<int>(threadIdx.x) < at.count) {
     const int64_t channel = at.channel(tile, at.first + threadIdx.x);
@@ -229,13 +229,22 @@ struct Times {
   }
 };
 
+// The first prefix, or all others.
 template <class T, int V>
 __global__ void __launch_bounds__(kProductThreads)
     look_kernel(const __grid_constant__ ProductProblem p, const __grid_constant__ ProductPlan plan,
-                const __grid_constant__ Tile tile, Workspace workspace, Bound bound, int prefix) {
+                const __grid_constant__ Tile tile, Workspace workspace, Bound bound,
+                bool is_first) {
   const Place<V> at(tile);
-  if (is_done<V>(p, plan, workspace, bound, tile, at, prefix)) return;
-  const Times times(p, prefix > 0 ? p.prefix[prefix - 1] : 0, p.prefix[prefix], at.piece,
+  int prefix = 0;
+  int64_t piece = at.piece;
+  if (is_first) {
+    if (piece == 0 && threadIdx.x == 0) workspace.counters[at.block] = 0;
+  } else {
+    if (is_done<V>(p, plan, workspace, bound, tile, at, 1)) return;
+    for (prefix = 1; piece >= plan.looks[prefix]; ++prefix) piece -= plan.looks[prefix];
+  }
+  const Times times(p, is_first ? 0 : p.prefix[prefix - 1], p.prefix[prefix], piece,
                     plan.looks[prefix]);
   Sums sums[V];
   for_each<T, V>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
@@ -254,39 +263,10 @@ __global__ void __launch_bounds__(kProductThreads)
   });
   over_rows(sums, tile, at, [](Sums x, Sums y) { return x + y; });
   if (at.row == 0 && at.reads) {
-    Sums* to = workspace.sums + (plan.first_look[prefix] + at.piece) * tile.channels +
+    Sums* to = workspace.sums + (plan.first_look[prefix] + piece) * tile.channels +
                at.channel(tile, at.column);
 #pragma unroll
     for (int v = 0; v < V; ++v) to[v] = sums[v];
-  }
-}
-
-template <class T, int V>
-__global__ void __launch_bounds__(kProductThreads, 3)
-    product_kernel(const __grid_constant__ ProductProblem p,
-                   const __grid_constant__ ProductPlan plan, const __grid_constant__ Tile tile,
-                   Workspace workspace, Bound bound) {
-  using W = Wide<T>;
-  const Place<V> at(tile);
-  if (is_done<V>(p, plan, workspace, bound, tile, at, p.prefixes)) return;
-  const Times times(p, 0, p.time, at.piece, plan.pieces);
-  Scaled<W> product[V];
-  for_each<T, V>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
-#pragma unroll
-    for (int k = 0; k < kUnroll<T, V>; ++k) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        if (k < count) multiply(product[v], packs[k].v[v]);
-        if (k % 4 == 3) normalise(product[v]);
-      }
-    }
-  });
-  over_rows(product, tile, at, [](Scaled<W> x, Scaled<W> y) { return x * y; });
-  if (at.row == 0 && at.reads) {
-    Scaled<W>* to = static_cast<Scaled<W>*>(workspace.products) + at.piece * tile.channels +
-                    at.channel(tile, at.column);
-#pragma unroll
-    for (int v = 0; v < V; ++v) to[v] = product[v];
   }
 }
 
@@ -305,48 +285,94 @@ __device__ __forceinline__ void store(void* to, int64_t at, Scaled<Complex128> x
   static_cast<Complex<R>*>(to)[at] = {rounded<R>(x.m.re, x.e), rounded<R>(x.m.im, x.e)};
 }
 
-inline constexpr int kColumns = 8;
-inline constexpr int kRows = kProductThreads / kColumns;
-
-// W: double or complex. A block serves neighbouring channels; kRows threads share one's pieces.
 template <class W>
-__global__ void __launch_bounds__(kProductThreads)
-    finish_kernel(const __grid_constant__ ProductProblem p,
-                  const __grid_constant__ ProductPlan plan, int64_t channels, Workspace workspace,
-                  Bound bound, bool in_double) {
-  __shared__ Scaled<W> shared[kRows][kColumns];
-  const int64_t channel = int64_t{blockIdx.x} * kColumns + threadIdx.x;
-  const bool exists = channel < channels;
-  bool reads = false;
-  if (exists) {
-    const int found = reach(p, plan, workspace.sums, bound, channels, channel, p.prefixes);
-    reads = found == p.prefixes;
-    if (threadIdx.y == 0) p.reach[channel] = found;
+__device__ __forceinline__ void store(const ProductProblem& p, bool in_double, int64_t at,
+                                      Scaled<W> x) {
+  if (in_double) {
+    store<double>(p.product, at, x);
+  } else {
+    store<float>(p.product, at, x);
   }
-  Scaled<W> product;
-  if (reads) {
-    const Scaled<W>* from = static_cast<const Scaled<W>*>(workspace.products) + channel;
-#pragma unroll 4
-    for (int64_t k = threadIdx.y; k < plan.pieces; k += kRows)
-      product = product * from[k * channels];
-  }
-  if (__syncthreads_or(reads)) {
-    for (int rows = kRows; rows > 1; rows /= 2) {
-      shared[threadIdx.y][threadIdx.x] = product;
-      __syncthreads();
-      if (static_cast<int>(threadIdx.y) < rows / 2) {
-        product = product * shared[threadIdx.y + rows / 2][threadIdx.x];
+}
+
+// What another block has written.
+__device__ __forceinline__ Scaled<double> load_shared(const Scaled<double>* from) {
+  return {__ldcg(&from->m), __ldcg(&from->e)};
+}
+__device__ __forceinline__ Scaled<Complex128> load_shared(const Scaled<Complex128>* from) {
+  return {{__ldcg(&from->m.re), __ldcg(&from->m.im)}, __ldcg(&from->e)};
+}
+
+// Blocks that a multiprocessor is to hold. For three, registers are spilled from 10.0 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kResident = 2;
+#else
+constexpr int kResident = 3;
+#endif
+
+template <class T, int V>
+__global__ void __launch_bounds__(kProductThreads, kResident)
+    product_kernel(const __grid_constant__ ProductProblem p,
+                   const __grid_constant__ ProductPlan plan, const __grid_constant__ Tile tile,
+                   Workspace workspace, Bound bound, bool in_double) {
+  using W = Wide<T>;
+  const Place<V> at(tile);
+  const bool done = is_done<V>(p, plan, workspace, bound, tile, at, p.prefixes);
+  if (done && at.piece > 0) return;
+  if (!done) {
+    const Times times(p, 0, p.time, at.piece, plan.pieces);
+    Scaled<W> product[V];
+    for_each<T, V>(p, tile, at, times.begin, times.end, [&](const auto& packs, int count) {
+#pragma unroll
+      for (int k = 0; k < kUnroll<T, V>; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if (k < count) multiply(product[v], packs[k].v[v]);
+          if (k % 4 == 3) normalise(product[v]);
+        }
       }
-      __syncthreads();
+    });
+    const auto times_of = [](Scaled<W> x, Scaled<W> y) { return x * y; };
+    over_rows(product, tile, at, times_of);
+    Scaled<W>* const pieces =
+        static_cast<Scaled<W>*>(workspace.products) + at.channel(tile, at.column);
+    if (at.row == 0 && at.reads) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) pieces[at.piece * tile.channels + v] = product[v];
     }
+
+    // Whichever block is the last one puts the pieces together, in the same order.
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(&workspace.counters[at.block], 1u) + 1 == plan.pieces;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      product[v] = {};
+      if (at.reads) {
+#pragma unroll 2
+        for (int64_t k = at.row; k < plan.pieces; k += tile.rows) {
+          product[v] = product[v] * load_shared(pieces + k * tile.channels + v);
+        }
+      }
+    }
+    over_rows(product, tile, at, times_of);
+    if (at.row == 0 && at.reads) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) store(p, in_double, at.channel(tile, at.column) + v, product[v]);
+    }
+    __syncthreads();
   }
-  if (exists && threadIdx.y == 0) {
-    if (!reads) product.m = W(0);
-    if (in_double) {
-      store<double>(p.product, channel, product);
-    } else {
-      store<float>(p.product, channel, product);
-    }
+  if (static_cast<int>(threadIdx.x) < at.count) {
+    const int64_t channel = at.channel(tile, at.first + threadIdx.x);
+    const int found = reach(p, plan, workspace.sums, bound, tile.channels, channel, p.prefixes);
+    p.reach[channel] = found;
+    if (found < p.prefixes) store(p, in_double, channel, Scaled<W>{W(0)});
   }
 }
 
@@ -365,19 +391,17 @@ cudaError_t launch_tiles(const ProductProblem& p, const ProductPlan& plan,
   tile.lanes = static_cast<int>(divide_up(columns, tile.groups));
   tile.rows = kProductThreads / tile.lanes;
   const auto blocks = [&](int64_t pieces) { return pieces * p.outer * tile.groups; };
-  const int64_t most =
-      p.prefixes > 0 ? blocks(*std::max_element(plan.looks, plan.looks + p.prefixes)) : 0;
-  const int64_t finish = divide_up(tile.channels, kColumns);
-  if (std::max({most, blocks(plan.pieces), finish}) > INT32_MAX)
-    return cudaErrorInvalidConfiguration;
-  for (int k = 0; k < p.prefixes; ++k) {
-    look_kernel<T, V><<<static_cast<unsigned>(blocks(plan.looks[k])), kProductThreads, 0, stream>>>(
-        p, plan, tile, workspace, bound, k);
+  const int64_t others = plan.first_look[p.prefixes] - plan.looks[0];
+  if (blocks(std::max(others, plan.pieces)) > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const auto grid = [&](int64_t pieces) { return dim3(static_cast<unsigned>(blocks(pieces))); };
+  look_kernel<T, V>
+      <<<grid(plan.looks[0]), kProductThreads, 0, stream>>>(p, plan, tile, workspace, bound, true);
+  if (others > 0) {
+    look_kernel<T, V>
+        <<<grid(others), kProductThreads, 0, stream>>>(p, plan, tile, workspace, bound, false);
   }
-  product_kernel<T, V><<<static_cast<unsigned>(blocks(plan.pieces)), kProductThreads, 0, stream>>>(
-      p, plan, tile, workspace, bound);
-  finish_kernel<Wide<T>><<<static_cast<unsigned>(finish), dim3(kColumns, kRows), 0, stream>>>(
-      p, plan, tile.channels, workspace, bound, is_double(p.state));
+  product_kernel<T, V><<<grid(plan.pieces), kProductThreads, 0, stream>>>(
+      p, plan, tile, workspace, bound, is_double(p.state));
   return cudaGetLastError();
 }
 
@@ -396,8 +420,10 @@ cudaError_t launch(const ProductProblem& p, const ProductPlan& plan, const Works
 cudaError_t launch_product(const ProductProblem& p, void* workspace, cudaStream_t stream) {
   const ProductPlan plan = plan_product(p.outer, p.time, p.inner, p.dtype, p.prefixes);
   auto* const bytes = static_cast<unsigned char*>(workspace);
-  const time_product::Workspace places{reinterpret_cast<time_product::Sums*>(bytes),
-                                       bytes + plan.products_offset};
+  const time_product::Workspace places{
+      reinterpret_cast<unsigned*>(bytes),
+      reinterpret_cast<time_product::Sums*>(bytes + plan.sums_offset),
+      bytes + plan.products_offset};
   // log2 of the smallest normal number, and of the square root of the largest number.
   const time_product::Bound bound =
       is_double(p.state) ? time_product::Bound{-1022, 512} : time_product::Bound{-126, 64};

@@ -44,6 +44,7 @@ struct ProductPlan {
   int looks[kMostPrefixes] = {};  // pieces of what a prefix has beyond the one before it
   int64_t first_look[kMostPrefixes + 1] = {};  // the pieces before these
   int64_t pieces = 1;                          // of all of time
+  size_t sums_offset = 0;
   size_t products_offset = 0;
   size_t bytes = 0;
 };
@@ -62,15 +63,17 @@ inline ProductPlan plan_product(int64_t outer, int64_t time, int64_t inner, DTyp
   const int64_t row = int64_t{kProductLanes} * product_vector(byte_size(dtype));
   const int64_t wide = outer * divide_up(inner, row);
   for (int k = 0; k < prefixes; ++k) {
-    // The fewer the first ones have, the sooner it is known that there is nothing more to do.
-    plan.looks[k] =
-        static_cast<int>(std::clamp<int64_t>(kProductBlocks / wide, 1, 8 << std::min(k, 3)));
+    // The fewer the first one has, the sooner it is known that there is nothing more to do.
+    const int64_t most = k == 0 ? 8 : k == 1 ? 32 : 64;
+    plan.looks[k] = static_cast<int>(std::clamp<int64_t>(kProductBlocks / wide, 1, most));
     plan.first_look[k + 1] = plan.first_look[k] + plan.looks[k];
   }
   plan.pieces = std::clamp<int64_t>(kProductBlocks / wide, 1, divide_up(time, 256));
   const auto channels = static_cast<size_t>(outer) * static_cast<size_t>(inner);
-  plan.products_offset =
-      align_up(static_cast<size_t>(plan.first_look[prefixes]) * channels * 2 * sizeof(float));
+  const auto counters = static_cast<size_t>(outer * divide_up(inner, kProductLanes));
+  plan.sums_offset = align_up(counters * sizeof(unsigned));
+  const size_t sums = static_cast<size_t>(plan.first_look[prefixes]) * channels;
+  plan.products_offset = align_up(plan.sums_offset + sums * 2 * sizeof(float));
   const size_t bytes = is_complex(dtype) ? 24 : 16;  // a mantissa in double precision, an exponent
   plan.bytes = plan.products_offset + static_cast<size_t>(plan.pieces) * channels * bytes;
   return plan;

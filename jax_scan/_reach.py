@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,41 +47,53 @@ def product(recurrence: Recurrence, operands: Operands) -> jax.Array:
     return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
 
 
+class Reach(NamedTuple):
+    """The reach by the product of the factors, and by resets alone; in int32."""
+
+    by_factors: jax.Array
+    by_resets: jax.Array
+
+    @property
+    def least(self) -> jax.Array:
+        """Whichever is less: that is how far derivatives reach."""
+        return jnp.minimum(*self)
+
+
 def product_and_reach(
     recurrence: Recurrence, prefixes: tuple[int, ...], operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    """The product of all factors, zero where there is a reset, and the reach, in int32.
+) -> tuple[jax.Array, Reach]:
+    """The product of all factors, zero where there is a reset, and the reach.
 
-    Both have one step, and the other axes of `a`, of `reset` or of both.
+    They have one step, and the other axes of `a`, of `reset` or of both.
     """
     a, reset = operands["a"], operands.get("reset")
+    axis, state, last = recurrence.axis, recurrence.state, np.int32(len(prefixes))
     if not prefixes:
         found = product(recurrence, operands)
-        return found, (0 * found.real).astype(np.int32)
-    axis = recurrence.axis
-    state = recurrence.state
+        none = (0 * found.real).astype(np.int32)
+        return found, Reach(none, none)
     real = not jnp.issubdtype(a.dtype, jnp.complexfloating)
     own = np.empty((), state).real.dtype if real else state
-    args = [a]
+    args, whole = [a], None
+    by_resets = jnp.full((1,) * a.ndim, last)
     if reset is not None:
-        most = jnp.asarray(len(prefixes), np.int32)
-        for index in reversed(range(len(prefixes))):
+        for index in reversed(range(last)):
             first = first_steps(recurrence, prefixes[index], {"reset": reset})["reset"]
             within = jnp.any(first, axis, keepdims=True)
-            most = jnp.where(within, jnp.asarray(index, np.int32), most)
+            by_resets = jnp.where(within, np.int32(index), by_resets)
+        whole = jnp.any(reset, axis, keepdims=True)
         shape = step_shape(a.shape, axis)
         others = tuple(k for k, n in enumerate(shape) if n == 1)
-        args.append(jnp.broadcast_to(jnp.max(most, others, keepdims=True), shape))
-    found, reach = _PRODUCT.bind(
+        args.append(jnp.broadcast_to(jnp.max(by_resets, others, keepdims=True), shape))
+    found, by_factors = _PRODUCT.bind(
         *_primitives.equally_varying(args),
         recurrence=recurrence._replace(state=np.dtype(own)),
         prefixes=prefixes,
     )
     found = convert(found, state)
-    if reset is not None:
-        found = jnp.where(jnp.any(reset, axis, keepdims=True), jnp.zeros((), state), found)
-        reach = jnp.minimum(reach, most)
-    return found, reach
+    if whole is not None:
+        found = jnp.where(whole, jnp.zeros((), state), found)
+    return found, Reach(by_factors, by_resets)
 
 
 def first_steps(

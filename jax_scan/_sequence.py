@@ -346,7 +346,7 @@ def _shard(
     else:
         last = _primitives.last_state(recurrence, given)
     product_of_all, reach = product_and_reach(recurrence, prefixes, operands)
-    furthest = _furthest(reach)
+    furthest = _furthest(reach.least)
     parts = [product_of_all, last]
     if "reset" in operands:
         # A is zero then, but zero times a state that is not finite would still pass.
@@ -361,34 +361,27 @@ def _shard(
         return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
 
     def again(count, h):
-        """h with its first steps scanned again, and the state after them."""
-        part = recurrence._replace(length=count)
+        """h with its first steps scanned again."""
         start = first_steps(recurrence, count, operands) | {"h0": before}
-        start, state = cast(Pair, _primitives.scan(part, start, dtype, True))
+        start, _ = _primitives.scan(recurrence._replace(length=count), start, dtype)
         at = recurrence.length - count if recurrence.reverse else 0
-        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
+        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis)
 
     if prefixes:
-        # Usually that is all. A state after first steps that is not finite reaches all that follow.
-        h, state = again(prefixes[0], h)
-        is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
-
-        def after(count):
-            start = first_steps(recurrence, count, operands) | {"h0": before}
-            return _primitives.last_state(recurrence._replace(length=count), start)
+        # Factors that make it vanish may let it grow before, to sqrt(max) times what it was, and so
+        # overflow: not if that is less than half an ulp of the largest number.
+        state = jnp.finfo(recurrence.state)
+        is_small = jnp.abs(more) < math.sqrt(state.max) * state.eps / 4
+        steps = jnp.where(is_small, reach.by_factors, len(prefixes))
+        steps = jnp.where(more == 0, 0, jnp.minimum(steps, reach.by_resets))
+        # Usually that is all.
+        h = again(prefixes[0], h)
 
         def rest(h, last):
-            steps = _furthest(jnp.where(more == 0, 0, reach)).astype(np.int32)
-            # The states are looked at beforehand: of a conditional that h leaves inside of another
-            # one XLA makes a copy of h.
-            states = [partial(after, n) for n in prefixes[1:]]
-            found = lax.switch(steps - 1, [*states, lambda: state])
-            is_finite = jnp.isfinite(found) & jnp.isfinite(state)
-            steps = jnp.where(_everywhere(is_finite), steps, len(prefixes))
-            shorter = [lambda h, last, n=n: (again(n, h)[0], last) for n in prefixes[1:]]
-            return lax.switch(steps - 1, [*shorter, whole], h, last)
+            longer = [lambda h, last, n=n: (again(n, h), last) for n in prefixes[1:]]
+            return lax.switch(_furthest(steps).astype(np.int32) - 1, [*longer, whole], h, last)
 
-        h, last = lax.cond(_everywhere(is_right), lambda *same: same, rest, h, last)
+        h, last = lax.cond(_everywhere(steps == 0), lambda *same: same, rest, h, last)
     else:
         h, last = whole()
     return h, last, before, maps, furthest
