@@ -141,8 +141,8 @@ def sequence_parallel_scan(
     What a device reads and writes depends on how far the state reaches that enters its steps. It
     looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
     of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 14 and 6 times
-    more. Else the value moves 7 to 9 arrays and the gradient 7; of less than 8192 steps, and
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 10 and 6 times
+    more. Else the value moves 7 to 8 arrays and the gradient 7; of less than 8192 steps, and
     where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
     instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
@@ -449,7 +449,8 @@ _shard.defjvp(_shard_jvp, symbolic_zeros=True)
 # The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
 # them, that follow each other with no collective in between, if there are five or more; else it
 # reads on the host which branch to run, which costs more than all that is saved. After the exchange
-# the usual steps are therefore not in a branch, and no branch has a collective.
+# the usual steps are therefore not in a branch, and no branch has a collective. Nor does a branch that
+# returns h decide twice: XLA would copy h.
 
 
 def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
