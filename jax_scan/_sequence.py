@@ -374,8 +374,8 @@ def _shard(
         is_small = jnp.abs(more) < math.sqrt(state.max) * state.eps / 4
         steps = jnp.where(is_small, reach.by_factors, len(prefixes))
         steps = jnp.where(more == 0, 0, jnp.minimum(steps, reach.by_resets))
-        # Usually that is all.
-        h = again(prefixes[0], h)
+        # Usually that is all. The decision is an operation of its own: else there are four.
+        h, steps = again(prefixes[0], h), lax.optimization_barrier(steps)
 
         def rest(h, last):
             longer = [lambda h, last, n=n: (again(n, h), last) for n in prefixes[1:]]
@@ -449,8 +449,8 @@ _shard.defjvp(_shard_jvp, symbolic_zeros=True)
 # The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
 # them, that follow each other with no collective in between, if there are five or more; else it
 # reads on the host which branch to run, which costs more than all that is saved. After the exchange
-# the usual steps are therefore not in a branch, and no branch has a collective. Nor does a branch that
-# returns h decide twice: XLA would copy h.
+# the usual steps are therefore not in a branch, and no branch has a collective. Nor does a branch
+# that returns h decide twice: XLA would copy h.
 
 
 def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
