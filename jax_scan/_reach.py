@@ -73,7 +73,7 @@ def product_and_reach(
         none = (0 * found.real).astype(np.int32)
         return found, Reach(none, none)
     real = not jnp.issubdtype(a.dtype, jnp.complexfloating)
-    own = np.empty((), state).real.dtype if real else state
+    own = jnp.finfo(state).dtype if real else state
     args, whole = [a], None
     by_resets = jnp.full((1,) * a.ndim, last)
     if reset is not None:

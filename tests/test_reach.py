@@ -1,4 +1,4 @@
-"""The product of the factors and how far a state reaches, against products in double precision."""
+"""The product of factors and how far a state reaches, against products in double precision."""
 
 from __future__ import annotations
 
