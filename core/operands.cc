@@ -106,25 +106,6 @@ std::vector<std::string_view> split(std::string_view names) {
   return parts;
 }
 
-std::optional<DType> dtype_of(ffi::DataType t) {
-  switch (t) {
-    case ffi::F16:
-      return DType::kF16;
-    case ffi::BF16:
-      return DType::kBF16;
-    case ffi::F32:
-      return DType::kF32;
-    case ffi::F64:
-      return DType::kF64;
-    case ffi::C64:
-      return DType::kC64;
-    case ffi::C128:
-      return DType::kC128;
-    default:
-      return std::nullopt;
-  }
-}
-
 // For messages: also of dtypes that no operand may have.
 std::string name_of(const ffi::AnyBuffer& buffer) {
   const ffi::DataType type = buffer.element_type();
@@ -244,6 +225,25 @@ class Checker {
 };
 
 }  // namespace
+
+std::optional<DType> dtype_of(ffi::DataType t) {
+  switch (t) {
+    case ffi::F16:
+      return DType::kF16;
+    case ffi::BF16:
+      return DType::kBF16;
+    case ffi::F32:
+      return DType::kF32;
+    case ffi::F64:
+      return DType::kF64;
+    case ffi::C64:
+      return DType::kC64;
+    case ffi::C128:
+      return DType::kC128;
+    default:
+      return std::nullopt;
+  }
+}
 
 ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           const Attributes& attributes, bool (*sums_da)(const Problem&)) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -36,6 +37,9 @@ struct Call {
   Problem problem;
   Workspace workspace;
 };
+
+// The dtype of what an operand or result holds; nothing for those that none may have.
+std::optional<DType> dtype_of(xla::ffi::DataType type);
 
 // `sums_da` says of a problem that sums da over runs of indices whether there is a kernel for it.
 xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,

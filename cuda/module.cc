@@ -11,6 +11,7 @@
 #include "cuda/handler.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
+#include "cuda/product.h"
 
 namespace nb = nanobind;
 
@@ -25,6 +26,7 @@ nb::dict registrations() {
   targets["jax_scan.v1.scan"] = capsule(jax_scan_cuda_scan);
   targets["jax_scan.v1.tangent"] = capsule(jax_scan_cuda_tangent);
   targets["jax_scan.v1.cotangent"] = capsule(jax_scan_cuda_cotangent);
+  targets["jax_scan.v1.product"] = capsule(jax_scan_cuda_product);
   return targets;
 }
 
@@ -108,4 +110,14 @@ NB_MODULE(_cuda, m) {
         "Bytes of the result 'workspace' of a cotangent that sums da over runs of neighbouring "
         "inner or outer indices; None where the kernels don't. Takes dtypes, '' for what is not "
         "there.");
+  m.def(
+      "product_workspace_bytes",
+      [](int64_t outer, int64_t time, int64_t inner, const std::string& a, int prefixes) {
+        if (prefixes < 1 || prefixes > jax_scan::kMostPrefixes) {
+          throw nb::value_error("no prefixes, or too many");
+        }
+        return jax_scan::plan_product(outer, time, inner, dtype_named(a), prefixes).bytes;
+      },
+      nb::arg("outer"), nb::arg("time"), nb::arg("inner"), nb::arg("a"), nb::arg("prefixes"),
+      "Bytes of the result 'workspace' of a product of factors of dtype `a`.");
 }

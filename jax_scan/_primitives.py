@@ -198,7 +198,7 @@ def _eliminate(op: Op, used: Sequence[bool], equation: Any) -> tuple[list[bool],
 # ---- Batching ------------------------------------------------------------------------------------
 
 
-def _equally_varying(args: Sequence[jax.Array]) -> list[jax.Array]:
+def equally_varying(args: Sequence[jax.Array]) -> list[jax.Array]:
     """Marks operands as varying over all manual mesh axes over which any of them does.
 
     JAX does that for its own operations.
@@ -232,7 +232,7 @@ def _batch(
 
     size = leader.shape[at]
     outs = primitive.bind(
-        *_equally_varying([place(x, d) for x, d in zip(args, dims, strict=True)]),
+        *equally_varying([place(x, d) for x, d in zip(args, dims, strict=True)]),
         operands=operands,
         results=tuple(r._replace(shape=(*r.shape[:at], size, *r.shape[at:])) for r in results),
         recurrence=recurrence._replace(axis=recurrence.axis + (at <= recurrence.axis)),
@@ -252,7 +252,7 @@ PRIMITIVES = frozenset(op.primitive for op in (SCAN, TANGENT, COTANGENT))
 def _bind(op: Op, recurrence: Recurrence, operands: Operands, results: Iterable[Result]) -> list:
     present = {name: operands[name] for name in op.operands if operands.get(name) is not None}
     return op.primitive.bind(
-        *_equally_varying(list(present.values())),
+        *equally_varying(list(present.values())),
         operands=tuple(present),
         results=tuple(results),
         recurrence=recurrence,

@@ -41,6 +41,7 @@ from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from jax_scan import _api, _compat, _primitives
+from jax_scan._reach import first_steps, product, product_and_reach
 from jax_scan._reference import Operands, Recurrence, Result, full_shape, step_shape
 
 AxisName = str | tuple[str, ...]
@@ -50,8 +51,6 @@ Pair = tuple[jax.Array, jax.Array]
 # how many times more each further look takes. Fewer steps would hardly be faster on a GPU.
 _PREFIX = 1024
 _RATIO = 8
-# What a smaller factor counts as there.
-_LEAST = 1 / 16
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 # The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
@@ -142,8 +141,8 @@ def sequence_parallel_scan(
     What a device reads and writes depends on how far the state reaches that enters its steps. It
     looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
     of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 14 and 6 times
-    more. Else the value moves 7 to 9 arrays and the gradient 7; of less than 8192 steps, and
+    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 10 and 6 times
+    more. Else the value moves 7 to 8 arrays and the gradient 7; of less than 8192 steps, and
     where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
     instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
@@ -304,11 +303,9 @@ def _scan(
     if count > 1:
         h0 = operands.get("h0", np.zeros((), recurrence.state))
         h0 = jnp.broadcast_to(h0, step_shape(full, recurrence.axis))
-        # Never true, but mapped if b is. So h0 is mapped then too: else the sum that makes its
-        # gradient would be one of h's cotangents, in h's dtype.
-        nothing = lax.slice_in_dim(operands["b"], 0, 0, axis=recurrence.axis)
-        never = jnp.any(nothing != 0, axis=recurrence.axis, keepdims=True)
-        given["h0"] = jnp.where(never, jnp.zeros_like(h0), h0)
+        # So h0 is mapped where b is: else the sum that makes its gradient would be one of h's
+        # cotangents, in h's dtype.
+        given["h0"] = jnp.where(_never(recurrence, operands["b"]), jnp.zeros_like(h0), h0)
         recurrence = recurrence._replace(has_h0=True)
     given = _vary_alike(given)
     del given["index"]
@@ -320,6 +317,12 @@ def _scan(
         return h, None
     ours = index == (0 if recurrence.reverse else count - 1)
     return h, lax.psum(jnp.where(ours, last, jnp.zeros_like(last)), axis_name)
+
+
+def _never(recurrence: Recurrence, x: jax.Array) -> jax.Array:
+    """False, but mapped by `jax.vmap` if x is. XLA does not see x in it."""
+    nothing = lax.slice_in_dim(x, 0, 0, axis=recurrence.axis)
+    return jnp.any(nothing != 0, axis=recurrence.axis, keepdims=True)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
@@ -342,8 +345,9 @@ def _shard(
         h, last = lax.optimization_barrier(_primitives.scan(recurrence, given, dtype, True))
     else:
         last = _primitives.last_state(recurrence, given)
-    product, reach = _reach(recurrence, prefixes, operands)
-    parts = [product, last]
+    product_of_all, reach = product_and_reach(recurrence, prefixes, operands)
+    furthest = _furthest(reach.least)
+    parts = [product_of_all, last]
     if "reset" in operands:
         # A is zero then, but zero times a state that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
@@ -356,33 +360,31 @@ def _shard(
     def whole(*_):
         return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
 
-    def first_steps(count, h):
-        """h with its first steps scanned again, and the state after them."""
-        part = recurrence._replace(length=count)
-        start = _first_steps(recurrence, count, operands) | {"h0": before}
-        start, state = cast(Pair, _primitives.scan(part, start, dtype, True))
+    def again(count, h):
+        """h with its first steps scanned again."""
+        start = first_steps(recurrence, count, operands) | {"h0": before}
+        start, _ = _primitives.scan(recurrence._replace(length=count), start, dtype)
         at = recurrence.length - count if recurrence.reverse else 0
-        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis), state
-
-    def more_steps(count, h, last):
-        longer, state = first_steps(count, h)
-        is_right = _everywhere(jnp.isfinite(state))
-        return lax.cond(is_right, lambda *same: same, whole, longer, last)
+        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis)
 
     if prefixes:
-        # Usually that is all. A state after first steps that is not finite reaches all that follow.
-        h, state = first_steps(prefixes[0], h)
-        is_right = jnp.isfinite(state) & ((more == 0) | (reach == 0))
+        # Factors that make it vanish may let it grow before, to sqrt(max) times what it was, and so
+        # overflow: not if that is less than half an ulp of the largest number.
+        state = jnp.finfo(recurrence.state)
+        is_small = jnp.abs(more) < math.sqrt(state.max) * state.eps / 4
+        steps = jnp.where(is_small, reach.by_factors, len(prefixes))
+        steps = jnp.where(more == 0, 0, jnp.minimum(steps, reach.by_resets))
+        # Usually that is all. The decision is an operation of its own: else there are four.
+        h, steps = again(prefixes[0], h), lax.optimization_barrier(steps)
 
         def rest(h, last):
-            steps = jnp.where(_everywhere(jnp.isfinite(state)), reach, len(prefixes))
-            branches = [*(partial(more_steps, n) for n in prefixes[1:]), whole]
-            return lax.switch(steps.astype(np.int32) - 1, branches, h, last)
+            longer = [lambda h, last, n=n: (again(n, h), last) for n in prefixes[1:]]
+            return lax.switch(_furthest(steps).astype(np.int32) - 1, [*longer, whole], h, last)
 
-        h, last = lax.cond(_everywhere(is_right), lambda *same: same, rest, h, last)
+        h, last = lax.cond(_everywhere(steps == 0), lambda *same: same, rest, h, last)
     else:
         h, last = whole()
-    return h, last, before, maps, reach
+    return h, last, before, maps, furthest
 
 
 def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
@@ -401,8 +403,9 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
-        if "dh0" in dots:
-            dots["dh0"] = jnp.where(is_first, dh0, _like(dh0, 0))
+        # Zeros where there is none: so this is mapped where h0 is, for the same reason.
+        begins = is_first | _never(recurrence, operands["h0"])
+        dots["dh0"] = jnp.where(begins, dh0, _like(dh0, 0))
         given = shared | primal | dots
         dh, dlast = cast(Pair, _primitives.tangent(recurrence, given, dtype, True))
         dh, dlast = jnp.broadcast_to(dh, h.shape), jnp.broadcast_to(dlast, last.shape)
@@ -423,7 +426,7 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     if "da" in dots:
 
         def products(a):
-            own = jnp.broadcast_to(_product(recurrence, shared | {"a": a}), before.shape)
+            own = jnp.broadcast_to(product(recurrence, shared | {"a": a}), before.shape)
             if gathered:
                 return lax.all_gather(own, axis_name)
             return _doubled_products(recurrence, axis_name, own, maps)
@@ -436,17 +439,6 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
 
 
-def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.Array:
-    """The product of the factors, zero where there is a reset: the scan of zeros from one.
-
-    It is taken in the order of the steps, so that it overflows no sooner than a state of one does.
-    """
-    given = {name: operands[name] for name in ("a", "reset") if name in operands}
-    shape = (1,) * operands["a"].ndim
-    one, zero = jnp.ones(shape, recurrence.state), jnp.zeros(shape, recurrence.state)
-    return _primitives.last_state(recurrence, {**given, "b": zero, "h0": one})
-
-
 # ---- How far the state before a shard reaches ----------------------------------------------------
 #
 # Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
@@ -457,7 +449,8 @@ def _product(recurrence: Recurrence, operands: Mapping[str, jax.Array]) -> jax.A
 # The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
 # them, that follow each other with no collective in between, if there are five or more; else it
 # reads on the host which branch to run, which costs more than all that is saved. After the exchange
-# the usual steps are therefore not in a branch, and no branch has a collective.
+# the usual steps are therefore not in a branch, and no branch has a collective. Nor does a branch
+# that returns h decide twice: XLA would copy h.
 
 
 def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
@@ -476,48 +469,6 @@ def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _reach(recurrence: Recurrence, prefixes: tuple[int, ...], operands: Mapping[str, jax.Array]):
-    """A, and which prefix forgets; that of the index len(prefixes) is the whole shard.
-
-    A product has gone when the sum of its logarithms says so: in whatever order it is summed, it
-    neither overflows nor ends among the subnormal numbers. Small factors count as _LEAST each, so
-    that a product without a few of them is still nothing: the derivatives of the product by so many
-    factors are then zero too.
-    """
-    axis, state = recurrence.axis, jnp.finfo(recurrence.state)
-    given = {name: operands[name] for name in ("a", "reset") if name in operands}
-
-    def forgets(count):
-        first = _first_steps(recurrence, count, given)
-        size = jnp.abs(first["a"]).astype(state.dtype)
-        times = count if size.shape[axis] == 1 else 1
-        # In one pass over the factors: the logarithm of their product, and of those above 1.
-        product, growth = lax.reduce(
-            tuple(times * jnp.log(jnp.maximum(size, least)) for least in (_LEAST, 1)),
-            (np.zeros((), state.dtype),) * 2,
-            lambda x, y: (x[0] + y[0], x[1] + y[1]),
-            (axis,),
-        )
-        found = (product < math.log(state.tiny)) & (growth < math.log(state.max) / 2)
-        found = jnp.expand_dims(found, axis)
-        if "reset" in first:
-            found |= jnp.any(first["reset"], axis, keepdims=True)
-        return found
-
-    def look(index):
-        if index == len(prefixes):
-            product = _product(recurrence, given)
-            return product, _vary_like(product, jnp.float32(index))
-        found = forgets(prefixes[index])
-        # What passes through a conditional costs nothing, what is made there costs a kernel.
-        nothing = jnp.where(found, 0, 1).astype(recurrence.state)
-        enough = _everywhere(found)
-        reach = jnp.where(enough, jnp.float32(index), jnp.float32(index + 1))
-        return lax.cond(enough, lambda *same: same, lambda *_: look(index + 1), nothing, reach)
-
-    return look(0)
-
-
 @jax.custom_batching.custom_vmap
 def _everywhere(x: jax.Array) -> jax.Array:
     """Whether all of x is true, under `jax.vmap` too: a decision for each would have all done."""
@@ -529,16 +480,15 @@ def _(size, mapped, x):
     return _everywhere(x), False
 
 
-def _first_steps(
-    recurrence: Recurrence, count: int, operands: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """The operands of the first steps; what is the same at all steps stays as it is."""
-    axis, length = recurrence.axis, recurrence.length
-    ends = (length - count, length) if recurrence.reverse else (0, count)
-    return {
-        name: lax.slice_in_dim(x, *ends, axis=axis) if x.shape[axis] == length else x
-        for name, x in operands.items()
-    }
+@jax.custom_batching.custom_vmap
+def _furthest(reach: jax.Array) -> jax.Array:
+    """The largest of all, likewise, as a number whose tangents are not of a kind of their own."""
+    return jnp.max(reach, initial=0).astype(np.float32)
+
+
+@_furthest.def_vmap
+def _(size, mapped, reach):
+    return _furthest(reach), False
 
 
 # tangent(a; ds) is a primitive, and so is its transpose. Of a conditional JAX would make two, one
@@ -550,8 +500,8 @@ def _passed_on(
 ) -> list[jax.Array]:
     """dh and dlast from a, reset, reach and ds; dh is zero after the steps that ds reaches."""
 
-    def first_steps(count, shared, ds):
-        given = _first_steps(recurrence, count, shared) | {"dh0": ds}
+    def part(count, shared, ds):
+        given = first_steps(recurrence, count, shared) | {"dh0": ds}
         dh, _ = _primitives.tangent(recurrence._replace(length=count), given, dtype)
         rest = recurrence.length - count
         padding = [(0, 0, 0)] * dh.ndim
@@ -562,7 +512,7 @@ def _passed_on(
         return list(_primitives.tangent(recurrence, shared | {"dh0": ds}, dtype, True))
 
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
-    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    branches = [*(partial(part, count) for count in prefixes), whole]
     return lax.switch(operands["reach"].astype(np.int32), branches, shared, operands["ds"])
 
 
@@ -574,18 +524,18 @@ def _passed_back(
     shape = step_shape(given["g" if "g" in given else "gstate"].shape, recurrence.axis)
     wanted = [Result("dh0", shape, recurrence.state)]
 
-    def first_steps(count, given):
+    def part(count, given):
         # The last state does not depend on ds.
         given = {name: x for name, x in given.items() if name != "gstate"}
         if "g" not in given:
             return [jnp.zeros(shape, recurrence.state)]
-        part = recurrence._replace(length=count)
-        return _primitives.cotangent(part, _first_steps(recurrence, count, given), wanted)
+        shorter = recurrence._replace(length=count)
+        return _primitives.cotangent(shorter, first_steps(recurrence, count, given), wanted)
 
     def whole(given):
         return _primitives.cotangent(recurrence, given, wanted)
 
-    branches = [*(partial(first_steps, count) for count in prefixes), whole]
+    branches = [*(partial(part, count) for count in prefixes), whole]
     return lax.switch(operands["reach"].astype(np.int32), branches, given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import Oracle, check, same, state_dtype
 from programs import lax_scan
 
-from jax_scan import _primitives, _sequence, linear_scan, sequence_parallel_scan
+from jax_scan import _primitives, _reach, _sequence, linear_scan, sequence_parallel_scan
 from jax_scan._reference import Recurrence
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -303,6 +304,24 @@ def test_N3_sums_of_sixteen_bit_cotangents_are_wide(dtype):
     scan = jax.vmap(scan, (None, 0, None))
     (actual,) = jax.jit(lambda h0: jax.vjp(lambda h0: scan(a, b, h0), h0)[1](g))(h0)
     check(actual, Oracle(a, b, h0).cotangents(g)["h0"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("exchange", ["gathered", "doubled"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+def test_N3_sums_over_mapped_initial_states_are_wide(dtype):
+    """h0 alone is mapped, so that the gradient of b, in float32, is a sum of h's cotangents."""
+    case = Case("", (64, 8, 3), a=(8, 3), h0=(64, 3))
+    a, b, h0, _ = arguments(case, dtype)
+    b = b[0].astype(np.float32)
+    g = np.random.default_rng(1).uniform(1000, 3000, case.shape).astype(a.dtype)
+    scan = partial(
+        sequence_parallel_scan, sharding=NamedSharding(mesh(t=4), P("t")), out_dtype=a.dtype
+    )
+    scan = jax.vmap(scan, (None, None, 0))
+    (actual,) = jax.jit(lambda b: jax.vjp(lambda b: scan(a, b, h0), b)[1](g))(b)
+    expected = Oracle(a, b, h0, shape=case.shape, out_dtype=a.dtype).cotangents(g)["b"]
+    check(actual, expected)
 
 
 def communication(length, function):
@@ -630,7 +649,8 @@ def reached(a, reset=None, reverse=False):
 
     def local(operands):
         prefixes = _sequence._prefixes(recurrence)
-        return _sequence._reach(recurrence, prefixes, operands)[1][None]
+        _, reach = _reach.product_and_reach(recurrence, prefixes, operands)
+        return jnp.max(reach.least)[None]
 
     f = jax.shard_map(local, mesh=over, in_specs=P(None, "t"), out_specs=P("t"))
     operands = {"a": a} if reset is None else {"a": a, "reset": reset[..., None]}
@@ -707,7 +727,7 @@ def test_S3_states_that_end_at_resets():
 @pytest.mark.usefixtures("short_prefixes")
 def test_S3_higher_derivatives_of_states_that_are_forgotten(monkeypatch, zeros, reverse):
     """Factors of zero alone do not forget: without one of them the product is not zero."""
-    monkeypatch.setattr(_sequence, "_LEAST", 2.0**-28)
+    monkeypatch.setattr(_reach, "_LEAST", 2.0**-28)
     case, (a, b, h0, _) = forgetting("float64", (None, 5, None), reverse, channels=2)
     first = 2 * EACH + 7
     at = 3 * EACH - first - zeros if reverse else first
@@ -841,11 +861,33 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
     _sequence._mapped.cache_clear()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="that XLA copied all the same")
+@pytest.mark.usefixtures("short_prefixes")
+def test_S3_no_decision_copies_h():
+    """Of the arrays of a device there is none that is neither an argument nor a result."""
+    over, split = mesh(t=3), P(None, "t")
+    each = 4 * EACH
+
+    def f(a, b):
+        return sequence_parallel_scan(a, b, sharding=NamedSharding(over, split))
+
+    def gradients(a, b, g):
+        h, pull = jax.vjp(f, a, b)
+        return h, pull(g)
+
+    x = put(np.ones((1, 3 * each, 5), np.float32), over, split)
+    for function, args in ((f, (x, x)), (gradients, (x, x, x))):
+        program = jax.jit(function).lower(*args).compile()
+        assert f"f32[1,{each},5]" in program.as_text()
+        assert not re.search(rf"f32\[1,{each},5\]\S* copy\(", program.as_text())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_S3_products_of_many_channels_are_forgotten(dtype):
     """Taken step by step, one of factors above 1/2 may end at a subnormal number, not at zero."""
     a = jnp.full((1, 2048, 8192), 0.7, dtype)
     recurrence = Recurrence(1, 2048, False, True, np.dtype(state_dtype(a.dtype)))
-    product, reach = jax.jit(partial(_sequence._reach, recurrence, (1024,)))({"a": a})
-    assert reach == 0
+    find = partial(_reach.product_and_reach, recurrence, (1024,))
+    product, reach = jax.jit(find)({"a": a})
+    assert not np.asarray(reach.least).any()
     assert not np.asarray(product).any()
