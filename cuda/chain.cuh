@@ -7,7 +7,8 @@
 // reads its batch's maps ahead, as they come; the state goes from one to the next in shared memory
 // (Baton), so that a batch takes no longer than its multiply-adds once its maps are there, however
 // long it takes to read them. Maps are applied to states in the order of time, whatever the order
-// in which they come, so that results do not depend on timing.
+// in which they come, so that results do not depend on timing. Where the chain cannot be many tiles
+// behind, a block applies the last tiles' maps itself (look_back).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -71,6 +72,27 @@ struct Mail {
     return places + (int64_t{channel / kBundle} * tiles + tile) * kBundle + channel % kBundle;
   }
 };
+
+// What leaves a tile whose place is `last`, if it is known already: the newest state in the places
+// of the last kLookBack tiles, through the maps of the tiles after it. That saves the way to the
+// chain and back. The maps are applied one by one, as the chain applies them, so that the state has
+// the same bits.
+template <class S>
+__device__ __forceinline__ Packet<S> look_back(const Packet<S>* last) {
+  Packet<S> packets[kLookBack];
+#pragma unroll
+  for (int j = 0; j < kLookBack; ++j) packets[j] = receive(last - j * kBundle);
+  bool known = false;
+  S state(0);
+#pragma unroll
+  for (int j = kLookBack - 1; j >= 0; --j) {
+    const bool through = packets[j].is_map() && known && state_within(state);
+    const S leaving = apply(packets[j].map(), state);
+    known = through || packets[j].is(Sent::kState);
+    state = through ? leaving : packets[j].state();
+  }
+  return Packet<S>::tagged(known ? Sent::kState : Sent::kNothing, state);
+}
 
 // A bundle's state on its way through the tiles, in shared memory. With each word goes the number
 // of tiles that it has come through: who finds the number that it waits for has the word, too, and

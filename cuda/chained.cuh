@@ -608,7 +608,14 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
         send(mail.at(at.tile_index, flat),
              certain ? Packet<S>::map(total.rounded()) : Packet<S>::tagged(Sent::kUnknown, S(0)));
       }
-      while (!entering.is(Sent::kState)) entering = receive(mail.at(at.tile_index - 1, flat));
+      if (!entering.is(Sent::kState)) {
+        const Packet<S>* last = mail.at(at.tile_index - 1, flat);
+        const bool looks_back =
+            !Mine::kHeld && tiling.groups >= kLookBack && at.tile_index >= kLookBack;
+        do {
+          entering = looks_back ? look_back(last) : receive(last);
+        } while (!entering.is(Sent::kState));
+      }
       if (thread == 0 && in_chain && !one_each) ticket = take_ticket();  // not earlier: see above
       from_steps = !certain || !state_within(entering.state());
       if (from_steps) in_order[thread] = turn;
