@@ -144,6 +144,27 @@ class Slots {
     }
   }
 
+  // Loads the thread's steps to registers, past the slots.
+  __device__ __forceinline__ void load(Vector (&out)[kVectors], const Problem& p, const Walk& walk,
+                                       const Position& at, int past, bool whole) const {
+    const T* source = static_cast<const T*>(in_.data) + at.o * in_.at.outer[0].stride +
+                      at.i * in_.at.inner[0].stride;
+    const int64_t stride = in_.at.time_stride;
+    const auto* from =
+        reinterpret_cast<const char*>(source + keep((walk.at(at.s0) - past) * stride));
+    const int64_t jump = keep(walk.step() * stride * static_cast<int64_t>(sizeof(T)));
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      bool inside = true;
+      if (!whole) {
+        const int64_t time = walk.at(at.s0 + k) - past;
+        inside = at.s0 + k < p.time && time >= 0 && time < p.time;
+      }
+      out[k] = inside ? *reinterpret_cast<const Vector*>(from) : Vector{};
+      from += jump;
+    }
+  }
+
   // Lines: writes the warp's slots, which hold results now, to memory.
   template <class Out>
   __device__ __forceinline__ void leave(const Problem& p, const Walk& walk, const Position& at,
@@ -221,15 +242,21 @@ class Share {
   static constexpr int kChannels = Layout::kChannels;
   static constexpr int kSteps =
       segment_steps(Layout::kLine, kChannels, std::max(sizeof(A), sizeof(X)));
+  // A thread with one channel of a row loads its steps to registers, since copies of 4 bytes to
+  // shared memory are slow: at (1,65536,257) 0.38 and 0.45 of the limit, not 0.50 and 0.62. Others
+  // read their slots twice.
+  static constexpr bool kHeld = !Layout::kLine && kChannels == 1;
   using ASlots = Slots<A, Layout, kSteps>;
   using XSlots = Slots<X, Layout, kSteps>;
   using HSlots = Slots<H, Layout, kSteps>;
   static constexpr int kBytes =
       ASlots::kBytes + XSlots::kBytes + (kOp == Op::kCotangent ? HSlots::kBytes : 0);
-  static constexpr int kBlocks = chained_blocks(kOp, Layout::kLine, kChannels, sizeof(S));
+  static constexpr int blocks(int major) {
+    return chained_blocks(kOp, Layout::kLine, kChannels, sizeof(S), major);
+  }
   static constexpr int kVectors = XSlots::kVectors;
   static constexpr int kElements = XSlots::kElements;
-  static constexpr int kUnroll = !Layout::kLine && kChannels == 1 ? kVectors : 2;
+  static constexpr int kUnroll = kHeld ? kVectors : 2;
   static_assert(kVectors == ASlots::kVectors && kElements == ASlots::kElements);
   static_assert(!Layout::kLine || sizeof(X) == sizeof(Y), "results take the operands' places");
 
@@ -253,29 +280,30 @@ class Share {
            !(has_first && (kOp == Op::kCotangent || !p_.has_h0));
   }
 
-  // Queues the copies of what the first reading needs, and of what only the second does.
-  __device__ __forceinline__ void send_first(const Position& at, bool plain) const {
-    a_.send(p_, walk_, at, 0, plain);
-    x_.send(p_, walk_, at, 0, plain);
-  }
-  __device__ __forceinline__ void send_second(const Position& at, bool plain) const {
-    if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, plain);
+  // Queues the copies of a tile.
+  __device__ __forceinline__ void send(const Position& at, bool plain) const {
+    if constexpr (!kHeld) {
+      a_.send(p_, walk_, at, 0, plain);
+      x_.send(p_, walk_, at, 0, plain);
+      if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, plain);
+    }
   }
 
-  // The thread's a and x, where they are read once and held in registers. That pays where each
-  // thread has one channel of a row; others read twice.
-  static constexpr bool kHeld = !Layout::kLine && kChannels == 1;
+  // What is loaded to registers: what the first reading needs, and what only the second does.
   struct Held {
     Pack<A, kElements> a[kHeld ? kVectors : 1];
     Pack<X, kElements> x[kHeld ? kVectors : 1];
+    Pack<H, kElements> h[kHeld && kOp == Op::kCotangent ? kVectors : 1];
   };
-  __device__ __forceinline__ void hold(Held& held) const {
+  __device__ __forceinline__ void hold_first(Held& held, const Position& at, bool plain) const {
     if constexpr (kHeld) {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-        held.a[k] = a_[k];
-        held.x[k] = x_[k];
-      }
+      a_.load(held.a, p_, walk_, at, 0, plain);
+      x_.load(held.x, p_, walk_, at, 0, plain);
+    }
+  }
+  __device__ __forceinline__ void hold_second(Held& held, const Position& at, bool plain) const {
+    if constexpr (kHeld && kOp == Op::kCotangent) {
+      if (p_.h.data) h_.load(held.h, p_, walk_, at, walk_.past, plain);
     }
   }
 
@@ -376,7 +404,7 @@ class Share {
       Pack<A, kElements> da_pack;
       Pack<H, kElements> h{};
       if constexpr (kOp == Op::kCotangent) {
-        if (uses_h) h = h_[place<kDescending>(k)];
+        if (uses_h) h = kHeld ? held.h[kHeld ? k : 0] : h_[place<kDescending>(k)];
       }
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
@@ -462,7 +490,7 @@ class Share {
 // `counter` hands out the tiles, unless each has a block of its own. The first
 // `tiling.chain_blocks` blocks are the chain.
 template <Op kOp, class T, class Layout>
-__global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::kBlocks)
+__global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::blocks(kMajor))
     chained_kernel(const __grid_constant__ Problem p, const __grid_constant__ Tiling tiling,
                    unsigned* counter, Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
   using namespace chained;
@@ -523,8 +551,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     return Position(p, tiling, ticket, channel, kChannels, segment, Mine::kSteps);
   };
   Position at = position_of(next_ticket);
-  mine.send_first(at, mine.plain(at, stride));
-  mine.send_second(at, mine.plain(at, stride));
+  mine.send(at, mine.plain(at, stride));
 
   for (int turn = 1; true; ++turn) {
     const bool plain = mine.plain(at, stride);
@@ -544,7 +571,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     if constexpr (Layout::kLine) __syncwarp();
 
     typename Mine::Held held;
-    mine.hold(held);
+    mine.hold_first(held, at, plain);
 
     // The map of this thread's segment; then `before`, that of the warp's segments before it.
     Composed<S> map[kChannels], before[kChannels];
@@ -588,6 +615,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       }
     }
     __syncthreads();
+    mine.hold_second(held, at, plain);
 
     // The map of the tile, and the state that enters it.
     bool from_steps = false;
@@ -693,8 +721,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     }
     if (next_ticket >= all) return;
     at = position_of(next_ticket);
-    mine.send_first(at, mine.plain(at, stride));
-    mine.send_second(at, mine.plain(at, stride));
+    mine.send(at, mine.plain(at, stride));
   }
 }
 
@@ -713,9 +740,9 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   if (bytes > most || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
     return cudaErrorNotSupported;
   }
-  const int64_t resident =
-      int64_t{device.multiprocessors} *
-      std::min(Mine::kBlocks, device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
+  const int64_t resident = int64_t{device.multiprocessors} *
+                           std::min(Mine::blocks(device.capability_major),
+                                    device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
   const Chain chain = plan_chain(t, resident);
   t.chain_blocks = static_cast<uint32_t>(chain.blocks);
   t.chain_team = chain.team;

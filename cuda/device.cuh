@@ -9,6 +9,13 @@
 
 namespace jax_scan {
 
+// The compute capability that is compiled for; what the host sees of it does not matter.
+#ifdef __CUDA_ARCH__
+inline constexpr int kMajor = __CUDA_ARCH__ / 100;
+#else
+inline constexpr int kMajor = 0;
+#endif
+
 // The sizes that follow from the direction of the walk.
 struct Walk {
   int64_t time;

@@ -29,10 +29,14 @@ inline constexpr int kBundle = 32;        // channels whose states go through th
 inline constexpr int kShortestLine = 256;
 
 // Blocks that a multiprocessor is meant to hold, for which registers and shared memory are shared
-// out: while one waits for its state, the others' operands are on their way.
-JAX_SCAN_HD constexpr int chained_blocks(Op op, bool line, int channels_of_thread,
-                                         int state_bytes) {
-  return op == Op::kScan && state_bytes == 4 && (line || channels_of_thread > 1) ? 3 : 2;
+// out: while one waits for its state, the others' operands are on their way. `major` is the GPU's
+// compute capability: for two blocks, what a single channel's gradient holds in registers is
+// spilled on 7.5 and 8.0.
+JAX_SCAN_HD constexpr int chained_blocks(Op op, bool line, int channels_of_thread, int state_bytes,
+                                         int major) {
+  const bool held = !line && channels_of_thread == 1;
+  if (op == Op::kScan && state_bytes == 4 && !held) return 3;
+  return op == Op::kCotangent && held && major < 9 ? 1 : 2;
 }
 
 // Of each operand, a thread's segment: less where it is held in registers.
