@@ -62,9 +62,10 @@ class Handoff {
     reached.notify_all();
   }
 
-  std::atomic<int64_t> claimed_{0};
-  std::atomic<int64_t> states_of_{0};  // the block that may take them
-  std::atomic<int64_t> sums_of_{0};
+  // On cache lines of their own, for one thread waits for what another is about to write.
+  alignas(64) std::atomic<int64_t> claimed_{0};
+  alignas(64) std::atomic<int64_t> states_of_{0};  // the block that may take them
+  alignas(64) std::atomic<int64_t> sums_of_{0};
   void* states_ = nullptr;
   void* sums_ = nullptr;
 };

@@ -87,11 +87,11 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
     per_group_ = 1;
     count_ = groups_;
     if (threads > 1 && groups_ < 4 * threads) {
-      const int64_t bytes = 2 * width_ * byte_size(p.state);
-      values_ = std::make_unique<std::byte[]>(groups_ * bytes);
+      const int64_t lines = (width_ * byte_size(p.state) + 63) / 64;
+      values_ = std::make_unique<CacheLine[]>(2 * groups_ * lines);
       handoffs_ = std::make_unique<Handoff[]>(groups_);
       for (int64_t g = 0; g < groups_; ++g) {
-        handoffs_[g].set(&values_[g * bytes], &values_[g * bytes + bytes / 2]);
+        handoffs_[g].set(&values_[2 * g * lines], &values_[(2 * g + 1) * lines]);
       }
       sharers_ = std::min(threads, blocks_.count());
       count_ = groups_ * sharers_;

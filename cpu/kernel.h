@@ -75,7 +75,10 @@ class Tiling {
   int64_t per_group_;
   int64_t sharers_ = 1;
   int64_t count_;
-  std::unique_ptr<std::byte[]> values_;  // of the handoffs
+  struct alignas(64) CacheLine {
+    std::byte bytes[64];
+  };
+  std::unique_ptr<CacheLine[]> values_;  // of the handoffs
   std::unique_ptr<Handoff[]> handoffs_;
 };
 

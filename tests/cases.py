@@ -101,6 +101,7 @@ LENGTHS = (
 LARGE = (
     Case("long", (1, 43884, 16), h0=(1, 16)),
     Case("long reversed, time last", (3, 10007), axis=-1, reverse=True, h0=(3,)),
+    Case("long, one channel", (1, 9001, 1)),
     Case("chunks", (2, 4097, 40), reset=(4097,)),
     Case("many channels", (1, 16, 70000), h0=(70000,)),
     Case("many rows", (70000, 16, 1), reverse=True),

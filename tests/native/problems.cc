@@ -138,6 +138,16 @@ bool draw_sum(Case& c, const Limits& limits) {
   return true;
 }
 
+// Now and then, long channels by themselves: time is all that can be split.
+bool draw_lines(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xc2b2ae3d27d4eb4fu);
+  if (!random.chance(0.05)) return false;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / 3;
+  c.sizes = {random.pick(1, 3), random.pick(1, std::clamp<int64_t>(most, 1, 20000)), 1};
+  c.axis = 1;
+  return true;
+}
+
 // ---- Values ----
 
 struct Range {
@@ -852,7 +862,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   c.axis = c.sizes.size();
   c.sizes.push_back(size[1]);
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
-  const bool sums = limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool lines = draw_lines(c, limits);
+  const bool sums = !lines && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -899,7 +910,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (scan ? c.has_h0 : cotangent ? random.chance(0.6) : c.has_h0 && random.chance(0.7)) {
     input(kInit, c.state);
   }
-  if (random.chance(0.35)) input(kReset, DType::kF32);
+  if (random.chance(lines ? 0.1 : 0.35)) input(kReset, DType::kF32);
   if (tangent && random.chance(0.8)) input(kDa, of_a);
   if (cotangent && (random.chance(0.8) || sums)) {
     c.da_over_time = c.time() > 1 && random.chance(0.35) && !sums;
