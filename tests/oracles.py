@@ -176,7 +176,8 @@ class Oracle:
     def _scan_sizes(self, a, x, initial):
         """As `_scan` of absolute values; what may overflow is infinite."""
         size = np.zeros(self.a.shape)
-        most = np.zeros(self.step) if initial is None else initial
+        # A tangent of h0 may be of a wider dtype, and is rounded to the state's.
+        most = np.zeros(self.step) if initial is None else self._saturated(initial)
         with np.errstate(all="ignore"):
             for t in range(self.length):
                 most = self._saturated(np.where(self.cut[t], x[t], a[t] * most + x[t]))
@@ -250,7 +251,7 @@ class Oracle:
         rounding = self.roundings * self.unit
         with np.errstate(all="ignore"):
             for t in reversed(range(self.length)):
-                u[t], size[t] = g[t] + v, np.abs(g[t]) + v_size
+                u[t], size[t] = g[t] + v, self._saturated(np.abs(g[t]) + v_size)
                 largest = np.fmax(largest, size[t])
                 error[t] = v_error + rounding * size[t] + 2 * self.tiny
                 cut, a = self.cut[t], self.a[t]

@@ -67,6 +67,28 @@ ONCE_FAILED = {
         levels=(Level(2, frozenset({"b"}), 0),),
         extreme=False,
     ),
+    "a factor of zero times a tangent of h0 beyond float32": once_failed(
+        {"a": (17, 2, 1), "b": (17, 2, 31), "h0": (1, 2)},
+        "float32 float32 float32 float64",
+        "F",
+        "a b h0",
+        axis=2,
+        seed=2,
+    ),
+    "the same, complex": once_failed(
+        {"a": (65, 33, 2), "b": (65, 33, 2), "h0": (33, 1), "reset": (65,)},
+        "complex64 complex64 complex64 complex128",
+        "F",
+        "a b h0",
+        reverse=True,
+        seed=11074,
+    ),
+    "a factor of zero times a cotangent that overflows": once_failed(
+        {"a": (1, 4, 257, 1, 4), "b": (1, 4, 257, 1, 4), "h0": (1,) * 4, "reset": (1, 1, 257)},
+        moving="a",
+        axis=2,
+        levels=(Level(2, frozenset({"b"}), 0), Level(2, frozenset({"a"}), 0)),
+    ),
 }
 
 
