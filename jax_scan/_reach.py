@@ -84,7 +84,7 @@ def product_and_reach(
         whole = jnp.any(reset, axis, keepdims=True)
         shape = step_shape(a.shape, axis)
         others = tuple(k for k, n in enumerate(shape) if n == 1)
-        args.append(jnp.broadcast_to(jnp.max(by_resets, others, keepdims=True), shape))
+        args.append(jnp.broadcast_to(jnp.max(by_resets, others, keepdims=True, initial=0), shape))
     found, by_factors = _PRODUCT.bind(
         *_primitives.equally_varying(args),
         recurrence=recurrence._replace(state=np.dtype(own)),
@@ -125,7 +125,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, recurrence: Recurrence, 
     dim, *others = dims
     params["recurrence"] = recurrence
     if dim is None:
-        most = [jnp.max(x, d) for x, d in zip(most, others, strict=True)]
+        most = [jnp.max(x, d, initial=0) for x, d in zip(most, others, strict=True)]
         return _PRODUCT.bind(a, *most, **params), [None, None]
     a = jnp.moveaxis(a, dim, 0)
     shape = step_shape(a.shape, recurrence.axis + 1)

@@ -554,7 +554,7 @@ def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
         operands = {}
         for name, x, d in zip(names, args, dims, strict=True):
             if name == "reach":
-                operands[name] = x if d is None else jnp.max(x)
+                operands[name] = x if d is None else jnp.max(x, initial=0)
                 continue
             x = x[None] if d is None else jnp.moveaxis(x, d, 0)
             operands[name] = jnp.broadcast_to(x, (size, *x.shape[1:])) if name in linear else x

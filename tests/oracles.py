@@ -427,8 +427,10 @@ class Oracle:
                 ]
                 unsure = (unsure | sign | _near(near, info.max)) & ~cut
                 unsure |= (_class(hs[0]) != _class(hs[1])) | (_class(hs[0]) != _class(hs[2]))
+                stored = [_class(h.astype(self.dtype)) for h in hs]
+                differ = (stored[0] != stored[1]) | (stored[0] != stored[2])
                 out[t] = hs[0].astype(self.dtype)
-                certain[t] = ~(unsure | _near(near, _limit(self.dtype)))
+                certain[t] = ~(unsure | differ | _near(near, _limit(self.dtype)))
         return self._back(out), self._back(certain)
 
     @property

@@ -89,6 +89,14 @@ ONCE_FAILED = {
         axis=2,
         levels=(Level(2, frozenset({"b"}), 0), Level(2, frozenset({"a"}), 0)),
     ),
+    "a subnormal factor that decides what overflows in float16": once_failed(
+        {"a": (3, 16, 31), "b": (3, 16, 31), "reset": (3, 16, 31)},
+        "float32 float32 float16 float32",
+        "value",
+        "a",
+        axis=2,
+        seed=85539,
+    ),
 }
 
 

@@ -500,6 +500,9 @@ def test_E1_empty_batch():
     h, state = scan(*args)
     assert h.shape == x.shape
     assert state.shape == (0, 3)
+    a, b = np.ones((1, 32768, 5), np.float32), np.ones((0, 32768, 5), np.float32)
+    scan, args = on_devices(a, b, reset=np.zeros((0, 32768), bool))
+    assert scan(*args).shape == b.shape
 
 
 def test_S3_long_scans():
