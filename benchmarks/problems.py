@@ -103,6 +103,7 @@ GPU = [
     *_case("odd", (0.8, 0.75), (32, 4095, 1), (5, 3001, 3), short=True, peers="forward"),
     *_case("time last", (0.93, 0.9), (32, 256, 4096), axis=2, peers="all"),
     *_case("time last", (0.93, 0.9), (8, 1536, 65536), axis=2),
+    *_case("time last", _NO_GOAL, (32, 256, 4096), axis=2, dtype="bfloat16"),
     *(
         problem
         for dtype in _DTYPES

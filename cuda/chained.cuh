@@ -93,7 +93,6 @@ class Slots {
   static constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));  // of a vector
   static constexpr int kVectors = Layout::kLine ? kSteps / kElements : kSteps;  // of a thread
   static constexpr int kThreadBytes = kVectors * kVectorBytes + (Layout::kLine ? 16 : 0);
-  static constexpr int kBytes = kThreadBytes * kTileThreads;
   using Vector = Pack<T, kElements>;
 
   __device__ Slots(const Input& in, const Walk& walk, char* shared) : in_(in) {
@@ -111,15 +110,15 @@ class Slots {
     return *reinterpret_cast<Vector*>(mine_ + k * kJump);
   }
 
-  // Queues the copies of the thread's steps, or, in lines, of the warp's; step s is at time
-  // at(s) - past. What lies outside of the operand becomes zero.
+  // Queues the copies of the thread's steps, at time at(s) - past for step s; in lines those of the
+  // warp's steps, at time at(s). What lies outside of the operand becomes zero.
   __device__ __forceinline__ void send(const Problem& p, const Walk& walk, const Position& at,
                                        int past, bool whole) const {
     // One outer and one inner axis at most: see `fits` in launch.cc.
     const T* source = static_cast<const T*>(in_.data) + at.o * in_.at.outer[0].stride +
                       at.i * in_.at.inner[0].stride;
     if constexpr (Layout::kLine) {
-      send_line(p, walk, at, source, past);
+      send_line(p, walk, at, source);
     } else {
       const int64_t stride = in_.at.time_stride;
       const auto* from =
@@ -206,8 +205,8 @@ class Slots {
   }
 
   __device__ __forceinline__ void send_line(const Problem& p, const Walk& walk, const Position& at,
-                                            const T* source, int past) const {
-    const int64_t low = lowest_time(walk, at) - past;
+                                            const T* source) const {
+    const int64_t low = lowest_time(walk, at);
     const T* const from = source + low;
     if (low >= 0 && low + 32 * kSteps <= p.time && aligned(from)) {
 #pragma unroll
@@ -246,11 +245,16 @@ class Share {
   // shared memory are slow: at (1,65536,257) 0.38 and 0.45 of the limit, not 0.50 and 0.62. Others
   // read their slots twice.
   static constexpr bool kHeld = !Layout::kLine && kChannels == 1;
+  static constexpr bool kLooksOn = Layout::kLine && kOp == Op::kCotangent;
   using ASlots = Slots<A, Layout, kSteps>;
   using XSlots = Slots<X, Layout, kSteps>;
   using HSlots = Slots<H, Layout, kSteps>;
-  static constexpr int kBytes =
-      ASlots::kBytes + XSlots::kBytes + (kOp == Op::kCotangent ? HSlots::kBytes : 0);
+  // Of shared memory, for each thread.
+  static constexpr int kThreadBytes = ASlots::kThreadBytes + XSlots::kThreadBytes +
+                                      (kOp == Op::kCotangent ? HSlots::kThreadBytes : 0);
+  static __device__ __forceinline__ int threads() {
+    return Layout::kLine ? static_cast<int>(blockDim.x) : kTileThreads;
+  }
   static constexpr int blocks(int major) {
     return chained_blocks(kOp, Layout::kLine, kChannels, sizeof(S), major);
   }
@@ -268,8 +272,11 @@ class Share {
       : p_(p),
         walk_(walk),
         a_(p.a, walk, shared),
-        x_(p.x, walk, shared + ASlots::kBytes),
-        h_(p.h, walk, shared + (kOp == Op::kCotangent ? ASlots::kBytes + XSlots::kBytes : 0)) {}
+        x_(p.x, walk, shared + threads() * ASlots::kThreadBytes),
+        h_(p.h, walk,
+           shared + (kOp == Op::kCotangent
+                         ? threads() * (ASlots::kThreadBytes + XSlots::kThreadBytes)
+                         : 0)) {}
 
   // All the segments of the warp lie within the operands, and nothing of them is cut.
   __device__ __forceinline__ bool plain(const Position& at, int stride) const {
@@ -289,16 +296,39 @@ class Share {
     }
   }
 
-  // What is loaded to registers: what the first reading needs, and what only the second does.
+  // What is held in registers: what the first reading needs, and what only the second does. In
+  // lines h is copied as it lies. The cotangent of a step needs h one step earlier in the
+  // recurrence of h, which is one step on in the walk: the next element, and for the last step of a
+  // thread what the next lane has first, or, in a warp's last lane, what is in memory.
   struct Held {
     Pack<A, kElements> a[kHeld ? kVectors : 1];
     Pack<X, kElements> x[kHeld ? kVectors : 1];
     Pack<H, kElements> h[kHeld && kOp == Op::kCotangent ? kVectors : 1];
+    H after_last;
   };
+  // While copies are on their way.
+  __device__ __forceinline__ void hold_ahead(Held& held, const Position& at) const {
+    if constexpr (kLooksOn) {
+      held.after_last = H{};
+      const int64_t time = walk_.at(at.s0 + kSteps);
+      if (p_.h.data && threadIdx.x % 32 == 31 && time >= 0 && time < p_.time) {
+        const Broadcast& b = p_.h.at;
+        const H* const h = static_cast<const H*>(p_.h.data);
+        held.after_last = h[at.o * b.outer[0].stride + at.i * b.inner[0].stride + time];
+      }
+    }
+  }
   __device__ __forceinline__ void hold_first(Held& held, const Position& at, bool plain) const {
     if constexpr (kHeld) {
       a_.load(held.a, p_, walk_, at, 0, plain);
       x_.load(held.x, p_, walk_, at, 0, plain);
+    }
+    if constexpr (kLooksOn) {
+      if (!p_.h.data) return;
+      const Pack<H, kElements> mine = h_[walk_.descending ? kVectors - 1 : 0];
+      const H first = walk_.descending ? mine.v[kElements - 1] : mine.v[0];
+      const S next = shuffle_down(load_as<S>(first), 1);
+      if (threadIdx.x % 32 != 31) held.after_last = store_as<H>(next);
     }
   }
   __device__ __forceinline__ void hold_second(Held& held, const Position& at, bool plain) const {
@@ -396,6 +426,8 @@ class Share {
     const bool write_y = p_.y.data && at.valid;
     const bool write_da = p_.da_out.data && !p_.da_over_time && at.valid;
     const int64_t left = p_.time - at.s0;
+    [[maybe_unused]] Pack<H, kElements> h_next;
+    if constexpr (kLooksOn) h_next = uses_h ? h_[place<kDescending>(0)] : Pack<H, kElements>{};
 #pragma unroll kUnroll
     for (int k = 0; k < kVectors; ++k) {
       const auto a = kHeld ? held.a[kHeld ? k : 0] : a_[place<kDescending>(k)];
@@ -403,7 +435,11 @@ class Share {
       Pack<Y, kElements> y_pack;
       Pack<A, kElements> da_pack;
       Pack<H, kElements> h{};
-      if constexpr (kOp == Op::kCotangent) {
+      [[maybe_unused]] const bool last = k + 1 == kVectors;
+      if constexpr (kLooksOn) {
+        h = h_next;
+        if (uses_h && !last) h_next = h_[place<kDescending>(k + 1)];
+      } else if constexpr (kOp == Op::kCotangent) {
         if (uses_h) h = kHeld ? held.h[kHeld ? k : 0] : h_[place<kDescending>(k)];
       }
 #pragma unroll
@@ -413,7 +449,13 @@ class Share {
         Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
                    load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
         if constexpr (kOp == Op::kCotangent) {
-          in.h = load_as<S>(h.v[element<kDescending>(e)]);
+          if constexpr (!kLooksOn) {
+            in.h = load_as<S>(h.v[element<kDescending>(e)]);
+          } else if (e + 1 < kElements) {
+            in.h = load_as<S>(h.v[element<kDescending>(e + 1)]);
+          } else {
+            in.h = load_as<S>(last ? held.after_last : h_next.v[element<kDescending>(0)]);
+          }
           if (!kPlain && uses_h && step == first) in.h = h0[c];
         }
         const S before = s[c];
@@ -512,7 +554,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
   };
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   if (blockIdx.x < tiling.chain_blocks) {
-    static_assert(kMostTurns * kTileThreads / 32 * Baton<S>::kBytes <= Mine::kBytes);
+    static_assert(kMostTurns * Baton<S>::kBytes <= 32 * Mine::kThreadBytes);
     carry_states(mail, tiling.chain_team, blockIdx.x, tiling.chain_blocks, shared, init_of);
     return;
   }
@@ -530,7 +572,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
 
   // Behind the slots: the map of each warp, [warp][column], later of all the warps before it in
   // time; behind these the bounds of these maps.
-  auto* const rows = reinterpret_cast<Composed<S>*>(shared + Mine::kBytes);
+  auto* const rows = reinterpret_cast<Composed<S>*>(shared + Mine::threads() * Mine::kThreadBytes);
   auto* const bounds = reinterpret_cast<Affine<R>*>(rows + blockDim.x / 32 * channels_of_warp);
   const int row = warp * channels_of_warp + column;
 
@@ -567,10 +609,10 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
                                    : Packet<S>::tagged(Sent::kState, init_of(flat));
     }
     const typename Mine::Cuts cuts = plain ? 0 : mine.find_cuts(at);
+    typename Mine::Held held;
+    mine.hold_ahead(held, at);
     wait_for_copies();
     if constexpr (Layout::kLine) __syncwarp();
-
-    typename Mine::Held held;
     mine.hold_first(held, at, plain);
 
     // The map of this thread's segment; then `before`, that of the warp's segments before it.
@@ -734,15 +776,16 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   using Mine = Share<kOp, T, Layout>;
   Tiling t = chained_tiling(Layout::kLine, Layout::kChannels, Mine::kSteps, sizeof(S),
                             problem.channels(), problem.time);
-  const int bytes = Mine::kBytes + t.maps_bytes;
+  const int bytes = 32 * t.warps * Mine::kThreadBytes + t.maps_bytes;
   const int64_t all = t.tiles * t.groups;
   const int most = device.shared_bytes - 1024;  // beside what the kernel declares
   if (bytes > most || problem.channels() > INT32_MAX / 2 || all > INT32_MAX) {
     return cudaErrorNotSupported;
   }
-  const int64_t resident = int64_t{device.multiprocessors} *
-                           std::min(Mine::blocks(device.capability_major),
-                                    device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
+  const int64_t resident =
+      int64_t{device.multiprocessors} *
+      std::min(Mine::blocks(device.capability_major) * kTileThreads / (32 * t.warps),
+               device.multiprocessor_shared_bytes / (bytes + 2 * 1024));
   const Chain chain = plan_chain(t, resident);
   t.chain_blocks = static_cast<uint32_t>(chain.blocks);
   t.chain_team = chain.team;

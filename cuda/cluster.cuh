@@ -184,6 +184,8 @@ class Lines {
   static constexpr int kVectors = kSteps * static_cast<int>(sizeof(T)) / 16;  // of a run
   static constexpr int kRunBytes = kVectors * 16 + 16;
   static constexpr int kThreadBytes = kRunBytes;
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T));  // of a vector
+  using Vector = Pack<T, kElements>;
 
   // `begin`: the thread's first step.
   __device__ Lines(char* shared, bool descending, int begin)
@@ -208,7 +210,7 @@ class Lines {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         copy_async<16>(vector(k * 32 + threadIdx.x % 32),
-                       reinterpret_cast<const Piece<16>*>(from) + k * 32 + threadIdx.x % 32);
+                       reinterpret_cast<const Vector*>(from) + k * 32 + threadIdx.x % 32);
       }
     } else {
 #pragma unroll 4
@@ -226,7 +228,7 @@ class Lines {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         const int m = k * 32 + threadIdx.x % 32;
-        reinterpret_cast<Piece<16>*>(to)[m] = *vector(m);
+        reinterpret_cast<Vector*>(to)[m] = *vector(m);
       }
     } else {
 #pragma unroll 4
@@ -239,34 +241,42 @@ class Lines {
 
   // The thread's steps, in the order of the walk.
   __device__ __forceinline__ void get(Pack<T, 1> (&to)[kSteps]) const {
-    Pack<T, kSteps> run;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) reinterpret_cast<Piece<16>*>(&run)[k] = mine()[k];
+    for (int k = 0; k < kVectors; ++k) {
+      const Vector vector = mine()[descending_ ? kVectors - 1 - k : k];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      const T up = run.v[k], down = run.v[kSteps - 1 - k];
-      to[k].v[0] = descending_ ? down : up;
+      for (int e = 0; e < kElements; ++e) {
+        const T up = vector.v[e], down = vector.v[kElements - 1 - e];
+        to[k * kElements + e].v[0] = descending_ ? down : up;
+      }
     }
   }
   __device__ __forceinline__ void put(const Pack<T, 1> (&from)[kSteps]) const {
-    Pack<T, kSteps> run;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      const T up = from[k].v[0], down = from[kSteps - 1 - k].v[0];
-      run.v[k] = descending_ ? down : up;
+    for (int k = 0; k < kVectors; ++k) {
+      Vector vector;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const T up = from[k * kElements + e].v[0], down = from[(k + 1) * kElements - 1 - e].v[0];
+        vector.v[e] = descending_ ? down : up;
+      }
+      mine()[descending_ ? kVectors - 1 - k : k] = vector;
     }
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) mine()[k] = reinterpret_cast<const Piece<16>*>(&run)[k];
+  }
+  // The step after the thread's last one, which the last lane does not have.
+  __device__ __forceinline__ T after() const {
+    const int lane = min(threadIdx.x % 32 + 1, 31u);
+    return *element(descending_ ? (32 - lane) * kSteps - 1 : lane * kSteps);
   }
 
  private:
-  __device__ Piece<16>* mine() const {
+  __device__ Vector* mine() const {
     const int lane = threadIdx.x % 32;
-    return reinterpret_cast<Piece<16>*>(warp_ + (descending_ ? 31 - lane : lane) * kRunBytes);
+    return reinterpret_cast<Vector*>(warp_ + (descending_ ? 31 - lane : lane) * kRunBytes);
   }
   // The m-th of the warp.
-  __device__ Piece<16>* vector(int m) const {
-    return reinterpret_cast<Piece<16>*>(warp_ + m / kVectors * kRunBytes) + m % kVectors;
+  __device__ Vector* vector(int m) const {
+    return reinterpret_cast<Vector*>(warp_ + m / kVectors * kRunBytes) + m % kVectors;
   }
   __device__ T* element(int m) const {
     return reinterpret_cast<T*>(warp_ + m / kSteps * kRunBytes) + m % kSteps;
@@ -344,6 +354,10 @@ class Segment {
   }
   __device__ __forceinline__ void take() {
     if constexpr (kLine) {
+      // h one step earlier in its recurrence is h one step on in the walk.
+      if (kWithH && p_.has_h && threadIdx.x % 32 == 31 && kSteps < left_) {
+        after_ = static_cast<const H*>(p_.h.data)[offset_of(p_.h, at_, begin_ + kSteps)];
+      }
       wait_for_copies();
       __syncwarp();
       lines<A>(0).get(a_);
@@ -391,15 +405,19 @@ class Segment {
     A* da_out = static_cast<A*>(p_.da_out.data) + (kLine ? 0 : offset_of(p_.da_out, at_, begin_));
     const bool write_y = p_.wants_y && valid_, write_da = p_.wants_da && valid_;
     Pack<H, 1> h_line[kLine ? kSteps : 1];
+    H h_after = after_;
     if constexpr (kLine && kWithH) {
-      if (has_h) lines<H>(2).get(h_line);
+      if (has_h) {
+        lines<H>(2).get(h_line);
+        if (threadIdx.x % 32 != 31) h_after = lines<H>(2).after();
+      }
     }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       Pack<H, kChannels> h{};
       if (has_h) {
         if constexpr (kLine) {
-          h = h_line[k];
+          h.v[0] = k + 1 < kSteps ? h_line[(k + 1) % kSteps].v[0] : h_after;
         } else {
           h = *slot(k);
         }
@@ -525,6 +543,7 @@ class Segment {
   const int first_;
   Pack<A, kChannels> a_[kSteps];
   Pack<X, kChannels> x_[kSteps];
+  H after_{};  // in lines, in the last lane: h of the step after the thread's last one
   Cuts cuts_ = 0;
 };
 
@@ -765,7 +784,8 @@ inline Stream<void> stream_of(const Problem& p, const Output& out) {
           static_cast<int32_t>(step), static_cast<int32_t>(p.time * p.inner), 1};
 }
 
-inline Args args_of(const Problem& p, const ClusterPlan& plan) {
+// `past`: how many steps earlier in its recurrence h is read.
+inline Args args_of(const Problem& p, const ClusterPlan& plan, int past) {
   Args args{};
   args.time = static_cast<int32_t>(p.time);
   args.channels = static_cast<int32_t>(p.channels());
@@ -788,7 +808,7 @@ inline Args args_of(const Problem& p, const ClusterPlan& plan) {
   args.wants_final = p.final.data != nullptr;
   args.a = stream_of(p, p.a, 0);
   args.x = stream_of(p, p.x, 0);
-  args.h = stream_of(p, p.h, 1);
+  args.h = stream_of(p, p.h, past);
   args.h0 = stream_of(p, p.h0, 0);
   args.init = stream_of(p, p.init, 0);
   args.h0.first = args.init.first = args.h0.step = args.init.step = 0;
@@ -835,7 +855,7 @@ cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStrea
       return cudaErrorNotSupported;
     }
   }
-  return cudaLaunchKernelEx(&config, kernel, args_of(problem, plan));
+  return cudaLaunchKernelEx(&config, kernel, args_of(problem, plan, Layout::kLine ? 0 : 1));
 }
 
 }  // namespace cluster

@@ -195,13 +195,17 @@ ChainedKernel chained_for(const Problem& p, StreamTypes t) {
                     chained_kernel<float, float, float, Rows<4>>(),
                     chained_kernel<float, float, float, Rows<1>>()});
     case DType::kF16:
-      return first({chained_kernel<Float16, Float16, Float16, Rows<4>>()});
+      return first({chained_kernel<Float16, Float16, Float16, Line>(),
+                    chained_kernel<Float16, Float16, Float16, Rows<4>>()});
     case DType::kBF16:
-      return first({chained_kernel<BFloat16, BFloat16, BFloat16, Rows<4>>()});
+      return first({chained_kernel<BFloat16, BFloat16, BFloat16, Line>(),
+                    chained_kernel<BFloat16, BFloat16, BFloat16, Rows<4>>()});
     case DType::kF64:
-      return first({chained_kernel<double, double, double, Rows<2>>()});
+      return first({chained_kernel<double, double, double, Line>(),
+                    chained_kernel<double, double, double, Rows<2>>()});
     case DType::kC64:
-      return first({chained_kernel<Complex64, Complex64, Complex64, Rows<2>>()});
+      return first({chained_kernel<Complex64, Complex64, Complex64, Line>(),
+                    chained_kernel<Complex64, Complex64, Complex64, Rows<2>>()});
     case DType::kC128:
       break;
   }

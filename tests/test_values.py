@@ -109,6 +109,19 @@ def test_N4_dtypes(dtype, case):
 
 @named(
     [
+        Case("two tiles", (2, 20480), axis=-1, h0=(2,)),
+        Case("not in whole vectors, reversed", (3, 18001), axis=-1, reverse=True, reset=(18001,)),
+        Case("a block, shared a", (5, 4096), axis=-1, a=(4096,), h0=(5,)),
+        Case("a block less one", (5, 4095), axis=-1),
+    ]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_N4_time_last(dtype, case):
+    check_everything(case, arguments(case, dtype))
+
+
+@named(
+    [
         Case("odd channels, long", (1, 32768, 5)),
         Case("odd rows of a vector less one", (3, 1000, 7), reverse=True),
         Case("a tile and one", (2, 513, 31), h0=(2, 31)),

@@ -22,8 +22,9 @@ struct Kernel {
   int bytes;  // of an element
   int state_bytes;
 };
-constexpr Kernel kKernels[] = {
-    {true, 1, 4, 4}, {false, 4, 4, 4}, {false, 1, 4, 4}, {false, 4, 2, 4}, {false, 2, 8, 8}};
+constexpr Kernel kKernels[] = {{true, 1, 4, 4},  {true, 1, 2, 4},  {true, 1, 8, 8},
+                               {false, 4, 4, 4}, {false, 1, 4, 4}, {false, 4, 2, 4},
+                               {false, 2, 8, 8}};
 
 // The kernels of cluster.cuh.
 struct ClusterKernel {

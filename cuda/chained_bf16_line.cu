@@ -1,0 +1,8 @@
+#include "cuda/chained.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_chained<BFloat16, BFloat16, BFloat16, chained::Line>(const Problem&,
+                                                                                 const Device&,
+                                                                                 void*,
+                                                                                 cudaStream_t);
+}  // namespace jax_scan
