@@ -278,21 +278,22 @@ class Share {
                          ? threads() * (ASlots::kThreadBytes + XSlots::kThreadBytes)
                          : 0)) {}
 
-  // All the segments of the warp lie within the operands, and nothing of them is cut.
-  __device__ __forceinline__ bool plain(const Position& at, int stride) const {
+  // All the segments of the warp lie within the operands, and none is cut but by a reset. Threads
+  // that hold their steps in registers have none left to tell resets from the rest.
+  __device__ __forceinline__ bool whole(const Position& at, int stride) const {
     const int64_t begin = at.s0 - static_cast<int>(threadIdx.x) % 32 / stride * kSteps;
     const int64_t end = begin + 32 / stride * kSteps, first = walk_.first_step(kOp);
     const bool has_first = first >= begin && first < end;
-    return !p_.reset.data && end <= p_.time &&
+    return end <= p_.time && !(kHeld && p_.reset.data) &&
            !(has_first && (kOp == Op::kCotangent || !p_.has_h0));
   }
 
   // Queues the copies of a tile.
-  __device__ __forceinline__ void send(const Position& at, bool plain) const {
+  __device__ __forceinline__ void send(const Position& at, bool whole) const {
     if constexpr (!kHeld) {
-      a_.send(p_, walk_, at, 0, plain);
-      x_.send(p_, walk_, at, 0, plain);
-      if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, plain);
+      a_.send(p_, walk_, at, 0, whole);
+      x_.send(p_, walk_, at, 0, whole);
+      if (kOp == Op::kCotangent && p_.h.data) h_.send(p_, walk_, at, walk_.past, whole);
     }
   }
 
@@ -318,10 +319,10 @@ class Share {
       }
     }
   }
-  __device__ __forceinline__ void hold_first(Held& held, const Position& at, bool plain) const {
+  __device__ __forceinline__ void hold_first(Held& held, const Position& at, bool whole) const {
     if constexpr (kHeld) {
-      a_.load(held.a, p_, walk_, at, 0, plain);
-      x_.load(held.x, p_, walk_, at, 0, plain);
+      a_.load(held.a, p_, walk_, at, 0, whole);
+      x_.load(held.x, p_, walk_, at, 0, whole);
     }
     if constexpr (kLooksOn) {
       if (!p_.h.data) return;
@@ -331,9 +332,9 @@ class Share {
       if (threadIdx.x % 32 != 31) held.after_last = store_as<H>(next);
     }
   }
-  __device__ __forceinline__ void hold_second(Held& held, const Position& at, bool plain) const {
+  __device__ __forceinline__ void hold_second(Held& held, const Position& at, bool whole) const {
     if constexpr (kHeld && kOp == Op::kCotangent) {
-      if (p_.h.data) h_.load(held.h, p_, walk_, at, walk_.past, plain);
+      if (p_.h.data) h_.load(held.h, p_, walk_, at, walk_.past, whole);
     }
   }
 
@@ -342,13 +343,16 @@ class Share {
     if (p_.reset.data) {
       const Broadcast& b = p_.reset.at;
       const uint8_t* reset = static_cast<const uint8_t*>(p_.reset.data) + b.outer_offset(at.o);
+      const bool alike = b.inner_axes == 0 || (b.inner_axes == 1 && b.inner[0].stride == 0);
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
+        if (c > 0 && alike) break;
+        const Cuts cut = alike ? (Cuts{1} << kChannels) - 1 : Cuts{1} << c;
         const uint8_t* of_channel = reset + b.inner_offset(at.i + c);
 #pragma unroll 8
         for (int k = 0; k < kSteps; ++k) {
           const int64_t time = walk_.at(min(at.s0 + k, p_.time - 1));
-          if (of_channel[time * b.time_stride]) cuts |= Cuts{1} << (k * kChannels + c);
+          if (of_channel[time * b.time_stride]) cuts |= cut << (k * kChannels);
         }
       }
     }
@@ -593,10 +597,10 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     return Position(p, tiling, ticket, channel, kChannels, segment, Mine::kSteps);
   };
   Position at = position_of(next_ticket);
-  mine.send(at, mine.plain(at, stride));
+  mine.send(at, mine.whole(at, stride));
 
   for (int turn = 1; true; ++turn) {
-    const bool plain = mine.plain(at, stride);
+    const bool whole = mine.whole(at, stride);
     const bool followed = at.tile_index + 1 < tiling.tiles;
     const bool owner = thread < tiling.channels;  // of a channel: it speaks for the block
     const uint32_t flat = at.group * tiling.channels + thread;
@@ -608,12 +612,14 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       entering = at.tile_index > 0 ? receive(mail.at(at.tile_index - 1, flat))
                                    : Packet<S>::tagged(Sent::kState, init_of(flat));
     }
-    const typename Mine::Cuts cuts = plain ? 0 : mine.find_cuts(at);
+    const typename Mine::Cuts cuts = whole && !p.reset.data ? 0 : mine.find_cuts(at);
+    bool plain = whole;
+    if (!Mine::kHeld && p.reset.data) plain = whole && !__any_sync(0xffffffffu, cuts != 0);
     typename Mine::Held held;
     mine.hold_ahead(held, at);
     wait_for_copies();
     if constexpr (Layout::kLine) __syncwarp();
-    mine.hold_first(held, at, plain);
+    mine.hold_first(held, at, whole);
 
     // The map of this thread's segment; then `before`, that of the warp's segments before it.
     Composed<S> map[kChannels], before[kChannels];
@@ -657,7 +663,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
       }
     }
     __syncthreads();
-    mine.hold_second(held, at, plain);
+    mine.hold_second(held, at, whole);
 
     // The map of the tile, and the state that enters it.
     bool from_steps = false;
@@ -763,7 +769,7 @@ __global__ void __launch_bounds__(kTileThreads, chained::Share<kOp, T, Layout>::
     }
     if (next_ticket >= all) return;
     at = position_of(next_ticket);
-    mine.send(at, mine.plain(at, stride));
+    mine.send(at, mine.whole(at, stride));
   }
 }
 
