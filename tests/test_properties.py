@@ -248,6 +248,7 @@ def mixed(draw) -> dict[str, str]:
     return {"a": a, "b": b, "h0": wide}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_dtypes(part):
     """Mixed dtypes under a derivative and up to three mapped axes."""

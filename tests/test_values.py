@@ -69,6 +69,7 @@ def test_small(case):
     check_everything(case, arguments(case))
 
 
+@pytest.mark.slow
 @named(LARGE)
 def test_I2_N2_large(case):
     check_everything(case, arguments(case))
@@ -107,6 +108,7 @@ def test_N4_dtypes(dtype, case):
     check_everything(case, arguments(case, dtype))
 
 
+@pytest.mark.slow
 @named(
     [
         Case("two tiles", (2, 20480), axis=-1, h0=(2,)),
@@ -120,6 +122,7 @@ def test_N4_time_last(dtype, case):
     check_everything(case, arguments(case, dtype))
 
 
+@pytest.mark.slow
 @named(
     [
         Case("odd channels, long", (1, 32768, 5)),
