@@ -170,7 +170,9 @@ def _with_lax(
     def look(index, reach):
         if index == last:
             zero = jnp.zeros((), recurrence.state)
-            return [jnp.where(reach < last, zero, product(recurrence, {"a": a})), reach]
+            found = jnp.where(reach < last, zero, product(recurrence, {"a": a}))
+            # Of no channels it varies over no axis of `jax.shard_map`.
+            return _primitives.equally_varying([found, reach])
         reach = jnp.where(forgets(prefixes[index]), jnp.minimum(reach, index), reach)
         # What passes through a conditional costs nothing, what is made there costs a kernel.
         nothing = (0 * reach).astype(recurrence.state)

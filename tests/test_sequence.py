@@ -504,6 +504,9 @@ def test_E1_empty_batch():
     scan, args = on_devices(a, b, reset=np.zeros((0, 32768), bool))
     assert scan(*args).shape == b.shape
 
+    gradient = jax.grad(lambda *args: scan(*args).sum(), (0, 1))
+    assert [x.shape for x in gradient(*args)] == [a.shape, b.shape]
+
 
 def test_S3_long_scans():
     """Long enough for the paths of long scans on each device, with other axes left to XLA."""
