@@ -171,7 +171,7 @@ def _with_lax(
         if index == last:
             zero = jnp.zeros((), recurrence.state)
             found = jnp.where(reach < last, zero, product(recurrence, {"a": a}))
-            # Of no channels it varies over no axis of `jax.shard_map`.
+            # The product of no channels is a constant: it varies over no axis of a mesh.
             return _primitives.equally_varying([found, reach])
         reach = jnp.where(forgets(prefixes[index]), jnp.minimum(reach, index), reach)
         # What passes through a conditional costs nothing, what is made there costs a kernel.

@@ -111,7 +111,7 @@ def test_N4_dtypes(dtype, case):
 @pytest.mark.slow
 @named(
     [
-        Case("two tiles", (2, 20480), axis=-1, h0=(2,)),
+        Case("several tiles", (2, 20480), axis=-1, h0=(2,)),
         Case("not in whole vectors, reversed", (3, 18001), axis=-1, reverse=True, reset=(18001,)),
         Case("a block, shared a", (5, 4096), axis=-1, a=(4096,), h0=(5,)),
         Case("a block less one", (5, 4095), axis=-1),

@@ -107,7 +107,7 @@ def _build(arguments: argparse.Namespace, folder: Path) -> Path:
     def compile_one(source: Path) -> Path:
         made = folder / f"{source.name}.o"
         how = ["-O3", "-arch=native"] if source.suffix == ".cu" else [level]
-        # It doubles the time to compile, and finds the same in the same code for other vectors.
+        # UBSan doubles the time to compile; walk_baseline.cc is the same code for other vectors.
         if arguments.sanitize and source.name.startswith("walk_avx"):
             how.append("-fno-sanitize=undefined")
         subprocess.run([*compiler, *how, "-c", str(source), "-o", str(made)], check=True)
