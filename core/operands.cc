@@ -177,24 +177,6 @@ bool append(Broadcast::Axis* axes, int32_t& count, Broadcast::Axis axis) {
   return true;
 }
 
-// Where the elements of a row-major operand of shape `dims` lie when it is broadcast to `full`.
-bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
-               int64_t axis, Broadcast& at) {
-  int64_t stride = 1;
-  for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
-    const int64_t here = dims[k] == 1 || has_bit(repeated, k) ? 0 : stride;
-    if (k == axis) {
-      at.time_stride = here;
-    } else if (k > axis) {
-      if (!append(at.inner, at.inner_axes, {full[k], here})) return false;
-    } else {
-      if (!append(at.outer, at.outer_axes, {full[k], here})) return false;
-    }
-    stride *= dims[k];
-  }
-  return true;
-}
-
 // Of axes [begin, end) those at the end in which a result has size 1 are summed over: how many
 // neighbouring indices that joins. Takes them out of the shape that is expected.
 int64_t summed_run(std::span<const int64_t> dims, int64_t begin, int64_t end, Dims& expected) {
@@ -243,6 +225,23 @@ std::optional<DType> dtype_of(ffi::DataType t) {
     default:
       return std::nullopt;
   }
+}
+
+bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
+               int64_t axis, Broadcast& at) {
+  int64_t stride = 1;
+  for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
+    const int64_t here = dims[k] == 1 || has_bit(repeated, k) ? 0 : stride;
+    if (k == axis) {
+      at.time_stride = here;
+    } else if (k > axis) {
+      if (!append(at.inner, at.inner_axes, {full[k], here})) return false;
+    } else {
+      if (!append(at.outer, at.outer_axes, {full[k], here})) return false;
+    }
+    stride *= dims[k];
+  }
+  return true;
 }
 
 ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,

@@ -41,6 +41,11 @@ struct Call {
 // The dtype of what an operand or result holds; nothing for those that none may have.
 std::optional<DType> dtype_of(xla::ffi::DataType type);
 
+// Where the elements of a row-major operand of shape `dims` lie when it is broadcast to `full`,
+// with time on `axis`; `repeated` as in Attributes. False when it takes too many axes.
+bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
+               int64_t axis, Broadcast& at);
+
 // `sums_da` says of a problem that sums da over runs of indices whether there is a kernel for it.
 xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
                                const Attributes& attributes, bool (*sums_da)(const Problem&));

@@ -7,10 +7,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/operands.h"
 #include "cuda/launch.h"
-#include "cuda/product.h"
+#include "cuda/summary.h"
 
 namespace jax_scan {
 namespace {
@@ -50,60 +51,72 @@ ffi::Error run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   return error == cudaSuccess ? ffi::Error::Success() : cuda_error(error);
 }
 
-// a (outer axes, time, inner axes), and optionally most, as a but for time -> product and reach, as
-// most, and a workspace. See cuda/product.h.
-ffi::Error run_product(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       int64_t axis, bool reverse, float least, ffi::Span<const int64_t> prefixes) {
+// Operands a, x and possibly reset -> A and H, of the full shape with one step, and a workspace.
+// See cuda/summary.h.
+ffi::Error run_summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       bool is_cotangent, int64_t axis, bool descending,
+                       ffi::Span<const int64_t> prefixes) {
   const auto error = [](std::string_view message) {
-    return ffi::Error::InvalidArgument("jax_scan.v1.product: " + std::string(message));
+    return ffi::Error::InvalidArgument("jax_scan.v1.summary: " + std::string(message));
   };
-  if (args.size() < 1 || args.size() > 2 || rets.size() != 3) {
-    return error("takes a and possibly most, and has results product, reach and workspace");
+  if (args.size() < 2 || args.size() > 3 || rets.size() != 3) {
+    return error("takes a, x and possibly reset, and has results A, H and workspace");
   }
-  const ffi::AnyBuffer a = *args.get<ffi::AnyBuffer>(0);
-  const ffi::AnyBuffer product = **rets.get<ffi::AnyBuffer>(0);
-  const ffi::AnyBuffer reach = **rets.get<ffi::AnyBuffer>(1);
-  const ffi::AnyBuffer workspace = **rets.get<ffi::AnyBuffer>(2);
-  const std::span<const int64_t> dims(a.dimensions().begin(), a.dimensions().end());
-  if (axis < 0 || axis >= static_cast<int64_t>(dims.size())) {
-    return error("operand 'a' has no axis " + std::to_string(axis));
+  SummaryProblem p;
+  p.is_cotangent = is_cotangent;
+  p.descending = descending;
+  std::vector<int64_t> full;
+  for (size_t k = 0; k < args.size(); ++k) {
+    const auto dims = args.get<ffi::AnyBuffer>(k)->dimensions();
+    full.resize(std::max(full.size(), dims.size()), 1);
+    for (size_t j = 0; j < dims.size(); ++j) full[j] = std::max(full[j], dims[j]);
   }
-  ProductProblem p;
+  if (axis < 0 || axis >= static_cast<int64_t>(full.size())) {
+    return error("operands have no axis " + std::to_string(axis));
+  }
+  Input* const slots[] = {&p.a, &p.x, &p.reset};
+  for (size_t k = 0; k < args.size(); ++k) {
+    const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(k);
+    const std::span<const int64_t> dims(buffer.dimensions().begin(), buffer.dimensions().end());
+    bool fits = dims.size() == full.size();
+    for (size_t j = 0; fits && j < full.size(); ++j) fits = dims[j] == 1 || dims[j] == full[j];
+    if (!fits || !broadcast(dims, 0, full, axis, slots[k]->at)) {
+      return error("operand " + std::to_string(k) + " does not have the shape of the others");
+    }
+    const std::optional<DType> dtype = dtype_of(buffer.element_type());
+    const bool is_reset = k == 2;
+    if (is_reset ? buffer.element_type() != ffi::PRED : !dtype.has_value()) {
+      return error("operand " + std::to_string(k) + " has a dtype that it can't have");
+    }
+    slots[k]->dtype = dtype.value_or(DType::kF32);
+    slots[k]->data = buffer.untyped_data();
+  }
   p.outer = p.inner = 1;
-  for (size_t k = 0; k < dims.size(); ++k) {
-    if (static_cast<int64_t>(k) < axis) p.outer *= dims[k];
-    if (static_cast<int64_t>(k) > axis) p.inner *= dims[k];
+  for (size_t k = 0; k < full.size(); ++k) {
+    if (static_cast<int64_t>(k) < axis) p.outer *= full[k];
+    if (static_cast<int64_t>(k) > axis) p.inner *= full[k];
   }
-  p.time = dims[static_cast<size_t>(axis)];
-  p.reverse = reverse;
-  p.least = least;
-  const std::optional<DType> dtype = dtype_of(a.element_type());
+  p.time = full[static_cast<size_t>(axis)];
+  const int64_t channels = p.outer * p.inner;
+  if (channels * p.time == 0) return error("operands are empty");
+
+  const ffi::AnyBuffer product = **rets.get<ffi::AnyBuffer>(0);
+  const ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(1);
+  const ffi::AnyBuffer workspace = **rets.get<ffi::AnyBuffer>(2);
   const std::optional<DType> state = dtype_of(product.element_type());
-  if (!dtype || !state || !readable(*dtype, *state) || byte_size(*state) < 4 ||
-      is_complex(*state) != is_complex(*dtype)) {
-    return error("operand 'a' or result 'product' has a dtype that it can't have");
+  if (!state || byte_size(*state) < 4 || result.element_type() != product.element_type() ||
+      !readable(p.a.dtype, *state) || !readable(p.x.dtype, *state) ||
+      is_complex(*state) != is_complex(p.x.dtype) || !has_summary(p.a.dtype, p.x.dtype, p.time)) {
+    return error("there is no kernel for these dtypes or so many steps");
   }
-  p.dtype = *dtype;
   p.state = *state;
-  p.a = a.untyped_data();
+  if (static_cast<int64_t>(product.element_count()) != channels ||
+      static_cast<int64_t>(result.element_count()) != channels) {
+    return error("results A and H must have a number per channel");
+  }
   p.product = product.untyped_data();
-  const size_t channels = static_cast<size_t>(p.outer * p.inner);
-  if (channels * static_cast<size_t>(p.time) == 0) return error("operand 'a' is empty");
-  const auto is_reach = [&](const ffi::AnyBuffer& x) {
-    return x.element_type() == ffi::S32 && x.element_count() == channels;
-  };
-  if (product.element_count() != channels || !is_reach(reach)) {
-    return error("results 'product' and 'reach', the latter int32, must have a number per channel");
-  }
-  p.reach = static_cast<int32_t*>(reach.untyped_data());
-  if (args.size() == 2) {
-    const ffi::AnyBuffer most = *args.get<ffi::AnyBuffer>(1);
-    if (!is_reach(most)) return error("operand 'most' must have an int32 per channel");
-    p.most = static_cast<const int32_t*>(most.untyped_data());
-  }
-  if (prefixes.size() < 1 || prefixes.size() > kMostPrefixes) {
-    return error("attribute 'prefixes' has none or too many");
-  }
+  p.result = result.untyped_data();
+  if (prefixes.size() > kMostPrefixes) return error("attribute 'prefixes' has too many");
   int64_t last = 0;
   for (const int64_t prefix : prefixes) {
     if (prefix <= last || prefix > p.time) {
@@ -111,23 +124,24 @@ ffi::Error run_product(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
     }
     p.prefix[p.prefixes++] = last = prefix;
   }
-  const size_t needed = plan_product(p.outer, p.time, p.inner, p.dtype, p.prefixes).bytes;
+  const size_t needed =
+      plan_summary(p.outer, p.time, p.inner, p.a.dtype, p.x.dtype, p.prefixes).bytes;
   if (workspace.size_bytes() < needed) {
     return error("result 'workspace' has " + std::to_string(workspace.size_bytes()) +
                  " bytes, expected at least " + std::to_string(needed));
   }
-  const cudaError_t queued = launch_product(p, workspace.untyped_data(), stream);
+  const cudaError_t queued = launch_summary(p, workspace.untyped_data(), stream);
   return queued == cudaSuccess ? ffi::Error::Success() : cuda_error(queued);
 }
 
-auto product_binding() {
+auto summary_binding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .RemainingArgs()
       .RemainingRets()
+      .Attr<bool>("is_cotangent")
       .Attr<int64_t>("axis")
-      .Attr<bool>("reverse")
-      .Attr<float>("least")
+      .Attr<bool>("descending")
       .Attr<ffi::Span<const int64_t>>("prefixes");
 }
 
@@ -143,6 +157,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_scan_cuda_tangent, jax_scan::run<jax_scan::Op:
                               jax_scan::binding(), {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_scan_cuda_cotangent, jax_scan::run<jax_scan::Op::kCotangent>,
                               jax_scan::binding(), {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_scan_cuda_product, jax_scan::run_product,
-                              jax_scan::product_binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_scan_cuda_summary, jax_scan::run_summary,
+                              jax_scan::summary_binding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

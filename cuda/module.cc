@@ -11,7 +11,7 @@
 #include "cuda/handler.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
-#include "cuda/product.h"
+#include "cuda/summary.h"
 
 namespace nb = nanobind;
 
@@ -26,7 +26,7 @@ nb::dict registrations() {
   targets["jax_scan.v1.scan"] = capsule(jax_scan_cuda_scan);
   targets["jax_scan.v1.tangent"] = capsule(jax_scan_cuda_tangent);
   targets["jax_scan.v1.cotangent"] = capsule(jax_scan_cuda_cotangent);
-  targets["jax_scan.v1.product"] = capsule(jax_scan_cuda_product);
+  targets["jax_scan.v1.summary"] = capsule(jax_scan_cuda_summary);
   return targets;
 }
 
@@ -111,13 +111,18 @@ NB_MODULE(_cuda, m) {
         "inner or outer indices; None where the kernels don't. Takes dtypes, '' for what is not "
         "there.");
   m.def(
-      "product_workspace_bytes",
-      [](int64_t outer, int64_t time, int64_t inner, const std::string& a, int prefixes) {
-        if (prefixes < 1 || prefixes > jax_scan::kMostPrefixes) {
-          throw nb::value_error("no prefixes, or too many");
+      "summary_workspace_bytes",
+      [](int64_t outer, int64_t time, int64_t inner, const std::string& a, const std::string& x,
+         int prefixes) -> std::optional<size_t> {
+        if (prefixes < 0 || prefixes > jax_scan::kMostPrefixes) {
+          throw nb::value_error("too many prefixes");
         }
-        return jax_scan::plan_product(outer, time, inner, dtype_named(a), prefixes).bytes;
+        const jax_scan::DType of_a = dtype_named(a), of_x = dtype_named(x);
+        if (!jax_scan::has_summary(of_a, of_x, time)) return std::nullopt;
+        return jax_scan::plan_summary(outer, time, inner, of_a, of_x, prefixes).bytes;
       },
-      nb::arg("outer"), nb::arg("time"), nb::arg("inner"), nb::arg("a"), nb::arg("prefixes"),
-      "Bytes of the result 'workspace' of a product of factors of dtype `a`.");
+      nb::arg("outer"), nb::arg("time"), nb::arg("inner"), nb::arg("a"), nb::arg("x"),
+      nb::arg("prefixes"),
+      "Bytes of the result 'workspace' of a summary of steps with operands of these dtypes; None "
+      "where the kernels don't take them.");
 }

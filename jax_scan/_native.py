@@ -15,7 +15,7 @@ import jax
 from jax import export
 
 TARGETS = {op: f"jax_scan.v1.{op}" for op in ("scan", "tangent", "cotangent")}
-PRODUCT = "jax_scan.v1.product"  # on CUDA alone
+SUMMARY = "jax_scan.v1.summary"  # on CUDA alone
 
 # The modules in use, and for the others the reason why they are not.
 _modules: dict[str, ModuleType] = {}
@@ -47,7 +47,7 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     of this package carry a version in their names: a target's meaning never changes. The process
     that loads the export must import `jax_scan` first.
     """
-    return [export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS.values(), PRODUCT)]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS.values(), SUMMARY)]
 
 
 def module(platform: str) -> ModuleType:

@@ -5,9 +5,9 @@ Each device holds a run of consecutive steps, its *shard*. The shard's steps tog
     s -> A s + H,   A the product of its factors, H its last state when it starts from zero,
 
 and a shard starts from what the shards before it make of h0. So a call is: A and H of the own
-shard, one exchange of both, the maps of all shards before the own one applied in their order, and
-the scan of the own shard from there, or only of the first steps where no more than these depend on
-where it starts.
+shard (see _summary.py), for which its last steps do where these forget what is before them; one
+exchange of both; the maps of all shards before the own one applied in their order; and the scan of
+the own shard from there.
 
 The derivative is not that of these steps, which would run through the shard for A, for H and for h.
 The tangent of the whole scan is a scan with the same factors,
@@ -41,16 +41,18 @@ from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from jax_scan import _api, _compat, _primitives
-from jax_scan._reach import first_steps, product, product_and_reach
 from jax_scan._reference import Operands, Recurrence, Result, full_shape, step_shape
+from jax_scan._summary import first_steps, product, reach, summary, summary_call
 
 AxisName = str | tuple[str, ...]
 Pair = tuple[jax.Array, jax.Array]
 
-# The fewest first steps after which to look whether a shard has forgotten what was before it, and
-# how many times more each further look takes. Fewer steps would hardly be faster on a GPU.
+# The fewest steps within which to look whether a shard forgets what was before them, how many times
+# more each further look takes, and which part of all steps is the most. Fewer steps than the first
+# would hardly be faster on a GPU.
 _PREFIX = 1024
-_RATIO = 8
+_RATIO = 4
+_PARTS = 8
 # Steps of the loop over shards that XLA makes one kernel of.
 _UNROLL = 32
 # The most devices among which all maps are gathered, see below. By estimate: a gather takes 15 us
@@ -128,8 +130,9 @@ def sequence_parallel_scan(
     it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
     product of their factors and H what they make of zero: where A overflows, so does the result,
     and an infinite state may become a NaN. A state that overflows inside of these steps is infinite
-    there alone if A s + H is finite. And a tangent or cotangent that is not finite passes no steps
-    whose product has underflowed.
+    there alone if A s + H is finite. And what is not finite does not pass a device's steps if A has
+    underflowed: after a NaN or an infinity h is, on the device that it is on, what it is in
+    `linear_scan`, and on the devices after that as if there had been none.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over
@@ -138,13 +141,14 @@ def sequence_parallel_scan(
     h0 and a returned state take an all-reduce of one number per channel each; with `reset` three
     numbers take the place of two. No communication grows with the length.
 
-    What a device reads and writes depends on how far the state reaches that enters its steps. It
-    looks for that after 1024, 8192, 65536, ... steps, up to an eighth of its own. Where the product
-    of the factors so far is zero, by underflow or a reset and in all channels, the value moves the
-    3 arrays of `linear_scan` and the gradient its 5, and those first steps up to 10 and 6 times
-    more. Else the value moves 7 to 8 arrays and the gradient 7; of less than 8192 steps, and
-    where XLA splits other axes of a `jax.shard_map` by itself, 6 and 7. A tangent moves 9 or 10
-    instead of 5.
+    What a device reads and writes depends on how far states reach. It looks for that within the
+    last 1024, 4096, 16384, ... of its steps, up to an eighth of them. Where no finite state before
+    these can make a difference, as the product of their factors is zero, by underflow or a reset
+    and in all channels, the value moves the 3 arrays of `linear_scan` and 2 of those last steps;
+    else 5 arrays. The gradient likewise moves the 5 arrays of `linear_scan` and 2 of the first
+    steps, or else 7. Without a kernel for that (on CPUs, for a real `a` with complex `b`, or where
+    XLA splits other axes of a `jax.shard_map` by itself) it is 3 in place of 2 and 6 in place of 5.
+    A tangent moves 9 or 10 instead of 5.
     Under `jax.vmap` all mapped scans are treated like the one that reaches furthest.
 
     Args:
@@ -328,7 +332,7 @@ def _never(recurrence: Recurrence, x: jax.Array) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _shard(
     recurrence: Recurrence,
-    prefixes: tuple[int, ...],
+    prefixes: tuple[int, ...] | None,
     dtype: Any,
     axis_name: tuple[str, ...],
     operands: dict[str, jax.Array],
@@ -337,53 +341,21 @@ def _shard(
 
     That is the state before the shard, the maps that led to it, and how far it reaches.
     """
-    # The first shard starts from h0, the others from zero until they know better.
     is_first = _rank(recurrence, axis_name) == 0
-    given = {**operands, "h0": jnp.where(is_first, operands["h0"], _like(operands["h0"], 0))}
-    if prefixes:
-        # XLA must not fuse the scan with what overwrites the first steps of h and needs its state.
-        h, last = lax.optimization_barrier(_primitives.scan(recurrence, given, dtype, True))
-    else:
-        last = _primitives.last_state(recurrence, given)
-    product_of_all, reach = product_and_reach(recurrence, prefixes, operands)
-    furthest = _furthest(reach.least)
-    parts = [product_of_all, last]
+    parts = summary(recurrence, prefixes, operands)
     if "reset" in operands:
-        # A is zero then, but zero times a state that is not finite would still pass.
+        # A is zero then, but zero times a tangent that is not finite would still pass.
         cut = jnp.any(operands["reset"], axis=recurrence.axis, keepdims=True)
-        parts.append(cut.astype(recurrence.state))
-    own = jnp.stack([jnp.broadcast_to(part, last.shape) for part in parts])
+        parts.append(jnp.broadcast_to(cut, parts[0].shape).astype(recurrence.state))
+    # The first shard starts from h0, the others from what those before them make of it.
+    parts[1] = jnp.where(is_first, _apply(parts, operands["h0"]), parts[1])
+    own = jnp.stack(parts)
     exchange = _gathered if lax.axis_size(axis_name) <= _GATHERED else _doubled
     more, maps = exchange(recurrence, axis_name, own)
     before = jnp.where(is_first, operands["h0"], more)
-
-    def whole(*_):
-        return cast(Pair, _primitives.scan(recurrence, {**operands, "h0": before}, dtype, True))
-
-    def again(count, h):
-        """h with its first steps scanned again."""
-        start = first_steps(recurrence, count, operands) | {"h0": before}
-        start, _ = _primitives.scan(recurrence._replace(length=count), start, dtype)
-        at = recurrence.length - count if recurrence.reverse else 0
-        return lax.dynamic_update_slice_in_dim(h, start, at, recurrence.axis)
-
-    if prefixes:
-        # Factors that make it vanish may let it grow before, to sqrt(max) times what it was, and so
-        # overflow: not if that is less than half an ulp of the largest number.
-        state = jnp.finfo(recurrence.state)
-        is_small = jnp.abs(more) < math.sqrt(state.max) * state.eps / 4
-        steps = jnp.where(is_small, reach.by_factors, len(prefixes))
-        steps = jnp.where(more == 0, 0, jnp.minimum(steps, reach.by_resets))
-        # Usually that is all. The decision is an operation of its own: else there are four.
-        h, steps = again(prefixes[0], h), lax.optimization_barrier(steps)
-
-        def rest(h, last):
-            longer = [lambda h, last, n=n: (again(n, h), last) for n in prefixes[1:]]
-            return lax.switch(_furthest(steps).astype(np.int32) - 1, [*longer, whole], h, last)
-
-        h, last = lax.cond(_everywhere(steps == 0), lambda *same: same, rest, h, last)
-    else:
-        h, last = whole()
+    given = {**operands, "h0": before}
+    h, last = cast(Pair, _primitives.scan(recurrence, given, dtype, True))
+    furthest = _furthest(reach(recurrence, prefixes or (), operands))
     return h, last, before, maps, furthest
 
 
@@ -391,15 +363,12 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     """dh = tangent(a, h, s; da, db, dh0 of the first shard) + tangent(a; ds), see above."""
     (operands,), (dots,) = primals, tangents
     outs = _shard(recurrence, prefixes, dtype, axis_name, operands)
-    h, last, before, maps, reach = outs
+    h, last, before, maps, furthest = outs
     dots = {f"d{k}": t for k, t in dots.items() if k != "reset" and not isinstance(t, SymbolicZero)}
     is_first = _rank(recurrence, axis_name) == 0
     dh0 = dots.get("dh0", _like(before, 0))
     shared = {name: operands[name] for name in ("a", "reset") if name in operands}
 
-    if prefixes and "da" in dots:
-        # What is decided about h comes before what the derivative decides and sends: see below.
-        h, reach = lax.optimization_barrier((h, reach))
     dh, dlast = _like(h, 0), _like(last, 0)
     if dots:
         primal = {"h": h, "h0": before} if "da" in dots else {}
@@ -414,7 +383,7 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
     exchange = _gathered_tangent if gathered else _doubled_tangent
     dmore = exchange(recurrence, axis_name, dlast, maps)
     if prefixes:
-        given = {**shared, "reach": reach, "ds": dmore}
+        given = {**shared, "reach": furthest, "ds": dmore}
         second = _bind(_ONWARD, given, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
     else:
         second = _primitives.tangent(recurrence, shared | {"dh0": dmore}, dtype, True)
@@ -433,7 +402,7 @@ def _shard_jvp(recurrence, prefixes, dtype, axis_name, primals, tangents):
 
         dproducts = jax.jvp(products, (operands["a"],), (dots["da"],))[1]
         dmaps = dmaps.at[:, 0].set(dproducts)
-    return outs, (dh, dlast, dbefore, dmaps, _like(reach, 0))
+    return outs, (dh, dlast, dbefore, dmaps, _like(furthest, 0))
 
 
 _shard.defjvp(_shard_jvp, symbolic_zeros=True)
@@ -441,19 +410,17 @@ _shard.defjvp(_shard_jvp, symbolic_zeros=True)
 
 # ---- How far the state before a shard reaches ----------------------------------------------------
 #
-# Most recurrences forget. Where the product of a shard's first factors is zero, A is zero, and the
-# state before the shard matters to these steps alone. So h is scanned from zero, the maps are
-# exchanged, and then only its first steps are scanned again. How many is decided on the device,
-# among a few lengths, for all channels together.
+# Most recurrences forget: the state that leaves a shard depends on its last steps alone, and that
+# which enters it matters to its first steps alone. How many these are is decided on the device,
+# among a few lengths, for all channels together in `lax`.
 #
 # The decisions must stay on the device. XLA makes a CUDA graph of operations, conditionals among
 # them, that follow each other with no collective in between, if there are five or more; else it
-# reads on the host which branch to run, which costs more than all that is saved. After the exchange
-# the usual steps are therefore not in a branch, and no branch has a collective. Nor does a branch
-# that returns h decide twice: XLA would copy h.
+# reads on the host which branch to run, which costs more than all that is saved. So the value and
+# the gradient decide in kernels, and no branch has a collective.
 
 
-def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
+def _prefixes(recurrence: Recurrence) -> tuple[int, ...] | None:
     """After how many steps to look whether the shard has forgotten; the whole shard is not listed.
 
     None where XLA splits other axes by itself: a decision would have to be exchanged.
@@ -461,28 +428,20 @@ def _prefixes(recurrence: Recurrence) -> tuple[int, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     if any(mesh.shape[name] > 1 for name in automatic):
-        return ()
+        return None
     found, count = [], _PREFIX
-    while _RATIO * count <= recurrence.length:
+    while _PARTS * count <= recurrence.length:
         found.append(count)
         count *= _RATIO
     return tuple(found)
 
 
 @jax.custom_batching.custom_vmap
-def _everywhere(x: jax.Array) -> jax.Array:
-    """Whether all of x is true, under `jax.vmap` too: a decision for each would have all done."""
-    return jnp.all(x)
-
-
-@_everywhere.def_vmap
-def _(size, mapped, x):
-    return _everywhere(x), False
-
-
-@jax.custom_batching.custom_vmap
 def _furthest(reach: jax.Array) -> jax.Array:
-    """The largest of all, likewise, as a number whose tangents are not of a kind of their own."""
+    """The largest of all, under `jax.vmap` too: a decision for each would have all done.
+
+    It is a number whose tangents are not of a kind of their own.
+    """
     return jnp.max(reach, initial=0).astype(np.float32)
 
 
@@ -539,14 +498,39 @@ def _passed_back(
     return lax.switch(operands["reach"].astype(np.int32), branches, given)
 
 
-def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
-    """`function` of named operands as a primitive that is linear in some of them."""
+def _passed_back_by_kernel(
+    operands: Mapping[str, jax.Array], *, recurrence: Recurrence, prefixes: Any, dtype: Any
+) -> list[jax.Array]:
+    """The same on a GPU: A gstate + H of the walk back, as far as the kernel reads."""
+    a, g = operands["a"], operands.get("g")
+    found = None
+    if g is not None and prefixes:
+        args = [x for x in (a, g, operands.get("reset")) if x is not None]
+        full = full_shape(recurrence, [x.shape for x in args])
+        walk = {"descending": not recurrence.reverse, "is_cotangent": True}
+        found = summary_call(args, full, recurrence.state, recurrence.axis, prefixes, **walk)
+    if found is None:
+        return _passed_back(operands, recurrence=recurrence, prefixes=prefixes, dtype=dtype)
+    result = found[1]
+    if "gstate" in operands:
+        result = _apply(found, operands["gstate"])
+    return [result]
+
+
+def _new(function: Any, linear: tuple[str, ...], by_kernel: Any = None) -> Primitive:
+    """`function` of named operands as a primitive that is linear in some of them.
+
+    `by_kernel` does the same on a GPU.
+    """
     primitive = Primitive(f"linear_scan{function.__name__}")
     primitive.multiple_results = True
     primitive.def_impl(partial(xla.apply_primitive, primitive))
 
-    def call(*args, names, **params):
-        return function(dict(zip(names, args, strict=True)), **params)
+    def lowering(function):
+        def call(*args, names, **params):
+            return function(dict(zip(names, args, strict=True)), **params)
+
+        return mlir.lower_fun(call, multiple_results=True)
 
     def batch(args, dims, *, names, recurrence, **params):
         """The mapped axis becomes the first one; what reaches furthest decides for all."""
@@ -578,7 +562,9 @@ def _new(function: Any, linear: tuple[str, ...]) -> Primitive:
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
-    mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True))
+    mlir.register_lowering(primitive, lowering(function))
+    if by_kernel is not None:
+        mlir.register_lowering(primitive, lowering(by_kernel), platform="cuda")
     return primitive
 
 
@@ -588,7 +574,7 @@ def _bind(primitive: Primitive, operands: dict[str, jax.Array], **params: Any) -
 
 
 _ONWARD = _new(_passed_on, ("ds",))
-_BACK = _new(_passed_back, ("g", "gstate"))
+_BACK = _new(_passed_back, ("g", "gstate"), _passed_back_by_kernel)
 
 
 @_ONWARD.def_abstract_eval
@@ -637,9 +623,9 @@ ad.primitive_transposes[_BACK] = _transpose_back
 # doubles.
 
 
-def _apply(maps: jax.Array, s: jax.Array) -> jax.Array:
-    """A s + H; what starts from zero or a reset ends in H, whatever has become of A."""
-    return jnp.where(_cut(maps) | (s == 0), maps[1], maps[0] * s + maps[1])
+def _apply(maps: Any, s: jax.Array) -> jax.Array:
+    """A s + H; what starts from zero ends in H, whatever A is, and so does what is forgotten."""
+    return jnp.where((maps[0] == 0) | (s == 0), maps[1], maps[0] * s + maps[1])
 
 
 def _cut(maps: jax.Array) -> jax.Array:
@@ -680,9 +666,8 @@ def _doubled(recurrence, axis_name, own) -> Pair:
     rank, levels, distance = _rank(recurrence, axis_name), [own], 1
     while distance < lax.axis_size(axis_name):
         other = _from_before(recurrence, axis_name, own, distance)
-        cut = _cut(own)
-        product = jnp.where(cut, jnp.zeros_like(own[0]), own[0] * other[0])
-        composed = [product, _apply(own, other[1]), *jnp.where(cut, own[2:], other[2:])]
+        product = jnp.where(own[0] == 0, own[0], own[0] * other[0])
+        composed = [product, _apply(own, other[1]), *jnp.where(_cut(own), own[2:], other[2:])]
         own = jnp.where(rank >= distance, jnp.stack(composed), own)
         levels.append(own)
         distance *= 2

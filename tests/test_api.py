@@ -62,7 +62,7 @@ def test_cuda_kernel_is_there_on_a_gpu_machine():
 def test_export_checks_name_every_target():
     assert all(isinstance(c, export.DisabledSafetyCheck) for c in jax_scan.export_checks())
     names = {str(c).rpartition(".")[2] for c in jax_scan.export_checks()}
-    assert names == {"scan", "tangent", "cotangent", "product"}
+    assert names == {"scan", "tangent", "cotangent", "summary"}
 
 
 def test_docstring_example():

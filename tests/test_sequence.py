@@ -13,10 +13,10 @@ from cases import Case, arguments
 from devices import calls, collectives, mesh, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import Oracle, check, same, state_dtype
+from oracles import Expected, Oracle, check, same, state_dtype
 from programs import lax_scan
 
-from jax_scan import _primitives, _reach, _sequence, linear_scan, sequence_parallel_scan
+from jax_scan import _primitives, _sequence, _summary, linear_scan, sequence_parallel_scan
 from jax_scan._reference import Recurrence
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -633,6 +633,7 @@ def short_prefixes(monkeypatch):
     """Devices look after 48, 96 and 192 steps whether they have forgotten."""
     monkeypatch.setattr(_sequence, "_PREFIX", 48)
     monkeypatch.setattr(_sequence, "_RATIO", 2)
+    monkeypatch.setattr(_sequence, "_PARTS", 2)
     _sequence._mapped.cache_clear()
     yield
     _sequence._mapped.cache_clear()
@@ -657,8 +658,7 @@ def reached(a, reset=None, reverse=False):
 
     def local(operands):
         prefixes = _sequence._prefixes(recurrence)
-        _, reach = _reach.product_and_reach(recurrence, prefixes, operands)
-        return jnp.max(reach.least)[None]
+        return jnp.max(_summary.reach(recurrence, prefixes, operands))[None]
 
     f = jax.shard_map(local, mesh=over, in_specs=P(None, "t"), out_specs=P("t"))
     operands = {"a": a} if reset is None else {"a": a, "reset": reset[..., None]}
@@ -735,7 +735,7 @@ def test_S3_states_that_end_at_resets():
 @pytest.mark.usefixtures("short_prefixes")
 def test_S3_higher_derivatives_of_states_that_are_forgotten(monkeypatch, zeros, reverse):
     """Factors of zero alone do not forget: without one of them the product is not zero."""
-    monkeypatch.setattr(_reach, "_LEAST", 2.0**-28)
+    monkeypatch.setattr(_summary, "_LEAST", 2.0**-28)
     case, (a, b, h0, _) = forgetting("float64", (None, 5, None), reverse, channels=2)
     first = 2 * EACH + 7
     at = 3 * EACH - first - zeros if reverse else first
@@ -762,14 +762,15 @@ def test_S3_higher_derivatives_of_states_that_are_forgotten(monkeypatch, zeros, 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.usefixtures("short_prefixes")
-def test_N1_what_is_not_finite_is_not_forgotten(value):
-    """Neither what enters a device's steps nor what they hold themselves, early or late.
+def test_N1_what_is_not_finite_passes_steps_that_do_not_forget(value):
+    """Neither what enters a device's steps nor what they hold themselves, early or late, is lost.
 
-    An infinity times a product that underflows may become a NaN.
+    An infinity may become a NaN on the devices after its own.
     """
     for where in (EACH - 1, EACH + 3, EACH + 300):
         for name in ("a", "b"):
-            case, given = forgetting("float32", (5, 5, 5))
+            case, given = forgetting("float32", (None, None, None))
+            given = given._replace(a=np.copysign(0.9 + np.abs(given.a) / 10, given.a))
             getattr(given, name)[0, where, 1] = value
             scan, args = on_devices(*given[:3], count=3)
             h, expected = np.array(scan(*args)), oracle_of(case, given).values()[0]
@@ -777,6 +778,27 @@ def test_N1_what_is_not_finite_is_not_forgotten(value):
             assert not lost[:, : 2 * EACH].any()
             h[lost] = expected.value[lost]
             check(h, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.usefixtures("short_prefixes")
+def test_N1_what_is_not_finite_does_not_pass_steps_that_forget(value):
+    """On its own device h is what it is in a loop; on the others as if there had been zero."""
+    at = EACH - 190  # on each device, within the longest of the last prefixes
+    case, given = forgetting("float32", (None, None, None))
+    for device in range(3):
+        first = device * EACH + at
+        given.a[:, first : first + 80] = 2.0**-4
+    for where in (5, EACH + at - 5):
+        end = (where // EACH + 1) * EACH
+        given.b[0, where, 1] = value
+        own = oracle_of(case, given).values()[0]
+        scan, args = on_devices(*given[:3], count=3)
+        h = np.asarray(scan(*args))
+        given.b[0, where, 1] = 0
+        others = oracle_of(case, given).values()[0]
+        for part, oracle in ((np.s_[:, :end], own), (np.s_[:, end:], others)):
+            check(h[part], Expected(oracle.value[part], oracle.bound[part]))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -895,7 +917,8 @@ def test_S3_products_of_many_channels_are_forgotten(dtype):
     """Taken step by step, one of factors above 1/2 may end at a subnormal number, not at zero."""
     a = jnp.full((1, 2048, 8192), 0.7, dtype)
     recurrence = Recurrence(1, 2048, False, True, np.dtype(state_dtype(a.dtype)))
-    find = partial(_reach.product_and_reach, recurrence, (1024,))
-    product, reach = jax.jit(find)({"a": a})
-    assert not np.asarray(reach.least).any()
+    assert not np.asarray(jax.jit(partial(_summary.reach, recurrence, (1024,)))({"a": a})).any()
+    find = jax.jit(partial(_summary.summary, recurrence, (1024,)))
+    product, result = find({"a": a, "b": jnp.ones_like(a)})
     assert not np.asarray(product).any()
+    np.testing.assert_allclose(np.asarray(result), 1 / (1 - 0.7), rtol=1e-5)
