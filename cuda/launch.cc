@@ -106,6 +106,45 @@ SequentialLauncher sequential_for(StreamTypes t) {
   return nullptr;
 }
 
+using BoxedLauncher = cudaError_t (*)(const Problem&, const BoxedPlan&, cudaStream_t);
+
+BoxedLauncher boxed_for(StreamTypes t) {
+  if (t.b != t.h) return nullptr;
+  if (t.a != t.b) {
+    const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
+    return mixed ? launch_boxed<float, BFloat16, BFloat16> : nullptr;
+  }
+  switch (t.a) {
+    case DType::kF32:
+      return launch_boxed<float, float, float>;
+    case DType::kF16:
+      return launch_boxed<Float16, Float16, Float16>;
+    case DType::kBF16:
+      return launch_boxed<BFloat16, BFloat16, BFloat16>;
+    case DType::kF64:
+      return launch_boxed<double, double, double>;
+    case DType::kC64:
+      return launch_boxed<Complex64, Complex64, Complex64>;
+    case DType::kC128:
+      break;
+  }
+  return nullptr;
+}
+
+// Whole arrays whose rows lie in 16-byte pieces; results that two 16-bit channels are written to.
+bool fits_boxed(const Problem& p, StreamTypes types) {
+  const auto whole = [&](const Input& in) {
+    return !in.data ||
+           (in_pieces(p, in) && in.at.time_stride == p.inner && in.at.inner_axes == 1 &&
+            (p.outer == 1 || (in.at.outer_axes == 1 && in.at.outer[0].stride == p.time * p.inner)));
+  };
+  const auto in_words = [](const Output& out) {
+    return reinterpret_cast<uintptr_t>(out.data) % std::max(byte_size(out.dtype), 4) == 0;
+  };
+  return p.op != Op::kTangent && !p.reset.data && !p.da_over_time && !p.da_over_runs() &&
+         p.x.data && whole(p.a) && whole(p.x) && whole(p.h) && in_words(p.y) && in_words(p.da_out);
+}
+
 // The problem can run in sequential.cuh, however slowly.
 bool is_sequential(const Problem& p, StreamTypes types) {
   return sequential_for(types) && state_of(types.b) == p.state && fits_sequential(p, types);
@@ -279,6 +318,17 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
   if (p.da_over_runs() && (!sums_da(p) || (path != Path::kAuto && path != Path::kSequential))) {
     return cudaErrorNotSupported;
   }
+  if ((path == Path::kAuto || path == Path::kBoxed) && device.capability_major >= 9 &&
+      is_sequential(p, types) && fits_boxed(p, types)) {
+    // Asked for by name, this path takes however few channels.
+    const BoxedPlan plan =
+        plan_boxed(p.op, types, p.outer, p.inner, path == Path::kBoxed ? 0 : device.multiprocessors,
+                   device.shared_bytes, device.multiprocessor_shared_bytes);
+    const cudaError_t queued =
+        plan.blocks > 0 ? boxed_for(types)(p, plan, stream) : cudaErrorNotSupported;
+    if (queued != cudaErrorNotSupported) return queued;
+  }
+  if (path == Path::kBoxed) return cudaErrorNotSupported;
   if (path == Path::kAuto || path == Path::kSequential) {
     if (is_sequential(p, types) && (has_rows(p, types) || path == Path::kSequential)) {
       // Asked for by name, or for what no other path does, this path takes however few channels.

@@ -12,7 +12,7 @@
 namespace jax_scan {
 
 // kAuto picks the fastest; tests and measurements ask for one by name.
-enum class Path { kAuto, kCluster, kSequential, kChained, kGeneral };
+enum class Path { kAuto, kCluster, kBoxed, kSequential, kChained, kGeneral };
 
 // Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
 // problem does not fit is cudaErrorNotSupported.
@@ -39,6 +39,10 @@ struct Device {
 template <class A, class B, class H>
 cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan, void* workspace,
                               cudaStream_t stream);
+
+// Scan and cotangent.
+template <class A, class B, class H>
+cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, cudaStream_t stream);
 
 namespace chained {
 

@@ -294,6 +294,80 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
   return plan;
 }
 
+// ---- The same walk with operands copied by boxes (boxed.cuh) ----
+
+// Steps of a long box, all of which a thread keeps in registers; a short one has half of them.
+JAX_SCAN_HD constexpr int long_box(int bytes) { return bytes == 8 ? 8 : 16; }
+inline constexpr int kMostBoxSlots = 16;
+inline constexpr int kWidestBox = 256;   // channels; the hardware has no wider ones
+inline constexpr int kBoxTeams = 3;      // of warps, which take boxes by turns
+inline constexpr int kMostBoxWarps = 8;  // of all teams
+
+// What a multiprocessor orders ahead, as above. Of the limit on an H200 in fp32 at (32,4096,256),
+// (8,2048,2048) and (2,4096,4096), with one team:
+//   scan       40 KB 0.92 0.96 0.97   48 KB 0.93 0.97 0.98   56 KB 0.89 0.93 0.91
+//   cotangent  36 KB 0.91 0.92 0.95   48 KB 0.92 0.96 0.97   60 KB 0.89 0.93 0.91
+inline constexpr int kBoxedBytesAhead = 48 * 1024;
+
+// With less traffic than that, the hand-over from team to team decides: (4,16384,512) in fp64 has
+// 0.65 of the limit forward, with 6 KB, and 0.945 backward, with 10 KB.
+inline constexpr int kLeastBoxBytes = 8 * 1024;
+
+struct BoxedPlan {
+  int64_t blocks = 0;  // 0: not a problem for this path
+  int32_t strips = 0;  // blocks side by side
+  int32_t width = 0;   // channels of a block
+  int32_t steps = 0;   // of a box
+  int32_t slots = 0;
+  int32_t teams = 0;
+  int32_t shared_bytes = 0;  // of a block
+  int32_t most_bytes = 0;    // that a block of the GPU can have
+};
+
+// All blocks are to finish at once, so they are no more than multiprocessors if they can be, and as
+// many as that with rows of at least 256 bytes: those of 128 are too short, 0.875 at (2,4096,4096),
+// and 64 blocks that order twice as much ahead are as good as 128, 0.98. Where there are several
+// blocks for each multiprocessor, two share what it orders ahead.
+constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inner,
+                               int multiprocessors, int shared_bytes,
+                               int multiprocessor_shared_bytes) {
+  BoxedPlan plan{};
+  plan.most_bytes = shared_bytes - 4096;  // beside what the kernel declares
+  const int a = byte_size(t.a), b = byte_size(t.b), h = byte_size(t.h);
+  const bool cotangent = op == Op::kCotangent;
+  const int64_t places = std::max(multiprocessors, 1), line = 128 / b;
+  const int64_t strips = std::max(std::min(places / outer, inner / (2 * line)), int64_t{1});
+  const int64_t width =
+      std::min(divide_up(divide_up(inner, strips), line) * line, int64_t{kWidestBox});
+  if (width < 2 * line || inner < width) return plan;
+  plan.width = static_cast<int32_t>(width);
+  plan.strips = static_cast<int32_t>(divide_up(inner, width));
+  const int64_t blocks = outer * plan.strips, turns = divide_up(blocks, places);
+  if (blocks > INT32_MAX || 100 * blocks < (turns == 1 ? 45 : 80) * turns * multiprocessors) {
+    return plan;
+  }
+  // Fewer blocks order more ahead, but not as much as there are fewer.
+  const int64_t resident = std::min(turns, int64_t{2}),
+                at_once = std::min(blocks, resident * places);
+  const int64_t ahead = kBoxedBytesAhead * (at_once + places) / (2 * at_once);
+  const int64_t step = width * (cotangent ? a + 2 * h : a + b);
+  const auto slots_of = [&](int steps) { return (ahead + steps * step / 2) / (steps * step); };
+  plan.steps = slots_of(long_box(b)) >= 4 ? long_box(b) : long_box(b) / 2;
+  plan.slots =
+      static_cast<int32_t>(std::clamp(slots_of(plan.steps), int64_t{2}, int64_t{kMostBoxSlots}));
+  const auto warps = static_cast<int32_t>(divide_up(width, b == 2 ? 64 : 32));  // of a team
+  plan.teams = std::min({plan.slots, kBoxTeams, kMostBoxWarps / warps});
+  const int64_t written = width * (cotangent ? a + b : h);
+  if (multiprocessors > 0 && plan.steps * (step + written) < kLeastBoxBytes) return plan;
+  const int64_t needed = plan.slots * plan.steps * step;
+  // No more blocks than these find place at a time.
+  const int64_t least = multiprocessor_shared_bytes / (resident + 1) + 1;
+  if (std::max(needed, least) > plan.most_bytes) return plan;
+  plan.shared_bytes = static_cast<int32_t>(std::max(needed, least));
+  plan.blocks = blocks;
+  return plan;
+}
+
 // Where a is the same for several channels, da is summed over these.
 //   kInner  over neighbouring inner indices: each warp adds up its 32 channels
 //   kOuter  over outer indices: a block's groups are stacked, the same 32 inner indices of

@@ -518,3 +518,25 @@ def test_G4_gradients_are_fully_written():
         jax.block_until_ready(poison)
         del poison
         assert all(np.isfinite(g).all() for g in grad(a, b, h0))
+
+
+# Channels for every multiprocessor of a large GPU, whose rows lie in 16-byte pieces, (B, L, D): short
+# times, times that fill no box of 8 or 16 steps, rows that fill no strip.
+WHOLE_ROWS = [
+    Case("whole rows", (60, 47, 64), h0=(60, 64)),
+    Case("whole rows, one step", (61, 1, 64), h0=(61, 64)),
+    Case("whole rows, reverse", (1, 33, 8200), reverse=True),
+    Case("whole rows, two turns", (270, 16, 72), h0=(270, 72), reverse=True),
+    Case("whole rows, several strips", (4, 100, 1088)),
+    Case("whole rows, wide", (130, 19, 264), h0=(130, 264)),
+]
+
+
+@pytest.mark.slow
+@named(WHOLE_ROWS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "mixed"])
+def test_E2_whole_rows(case, dtype):
+    given = arguments(case, "bfloat16" if dtype == "mixed" else dtype)
+    if dtype == "mixed":
+        given = given._replace(a=given.a.astype(np.float32))
+    check_everything(case, given)

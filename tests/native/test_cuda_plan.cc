@@ -26,6 +26,12 @@ constexpr Kernel kKernels[] = {{true, 1, 4, 4},  {true, 1, 2, 4},  {true, 1, 8, 
                                {false, 4, 4, 4}, {false, 1, 4, 4}, {false, 4, 2, 4},
                                {false, 2, 8, 8}};
 
+// The types of a, b and h of the kernels of boxed.cuh.
+constexpr StreamTypes kBoxedKernels[] = {{DType::kF32, DType::kF32, DType::kF32},
+                                         {DType::kBF16, DType::kBF16, DType::kBF16},
+                                         {DType::kF32, DType::kBF16, DType::kBF16},
+                                         {DType::kF64, DType::kF64, DType::kF64}};
+
 // The kernels of cluster.cuh.
 struct ClusterKernel {
   bool line;
@@ -66,6 +72,28 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
             "clusters cover channels");
       holds(plan.ranks * tile >= time && plan.ranks <= most_ranks, "a cluster covers time");
       holds(plan.warps == kClusterWarps || 2 * plan.warps == kClusterWarps, "warps of a block");
+    }
+  }
+  for (const StreamTypes& t : kBoxedKernels) {
+    const int size = byte_size(t.b);
+    if (op == Op::kTangent || inner * size % 16 != 0) continue;
+    for (const int multiprocessors : {0, 1, 78, 132, 160}) {
+      const BoxedPlan plan =
+          plan_boxed(op, t, outer, inner, multiprocessors, 227 * 1024, 228 * 1024);
+      if (plan.blocks == 0) continue;
+      const int step = byte_size(t.a) + (op == Op::kCotangent ? 2 : 1) * size;
+      const int warps = static_cast<int>(divide_up(plan.width, size == 2 ? 64 : 32));
+      holds(plan.width <= std::min<int64_t>(kWidestBox, inner) && plan.width * size % 128 == 0,
+            "width of a box");
+      holds(int64_t{plan.strips} * plan.width >= inner && plan.blocks == outer * plan.strips,
+            "boxes cover channels");
+      holds(plan.steps == long_box(size) || 2 * plan.steps == long_box(size), "steps of a box");
+      holds(plan.slots >= 2 && plan.slots <= kMostBoxSlots && plan.teams >= 1 &&
+                plan.teams <= plan.slots && plan.teams * warps <= kMostBoxWarps,
+            "teams and their slots");
+      holds(plan.slots * plan.steps * plan.width * step <= plan.shared_bytes &&
+                plan.shared_bytes <= plan.most_bytes,
+            "shared memory of boxes");
     }
   }
   for (const Kernel& k : kKernels) {

@@ -1,0 +1,375 @@
+// The scan that walks each channel's time in order, whose operands the tensor memory accelerator of
+// compute capability 9.0 and later brings to shared memory, a box of steps x channels at a time.
+//
+// A block has neighbouring channels of one outer index, a thread one of them, or two of 16 bits.
+// One warp orders boxes as fast as slots of the ring become free, with one instruction for each
+// operand; the others take a box's steps to registers, give the slot back, run the recurrence and
+// write. Beside sequential.cuh, which copies in 16-byte pieces and so serves every layout, this
+// serves whole arrays alone: no operand is shared, there are no resets, and da is not summed.
+//
+// Barriers: `full`, for each slot, that its box has come; `empty`, that all warps of the team have
+// it; `handed`, for each warp, that the state of its channels lies in `states`.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace jax_scan {
+namespace boxed {
+
+// The types of a, x, h, y and da_out.
+template <Op kOp, class A_, class B, class H_>
+struct Types {
+  static constexpr bool kCotangent = kOp == Op::kCotangent;
+  using A = A_;
+  using X = std::conditional_t<kCotangent, H_, B>;
+  using H = H_;
+  using Y = std::conditional_t<kCotangent, B, H_>;
+  using S = StateOf<B>;
+  static constexpr int kVector = sizeof(B) == 2 ? 2 : 1;  // channels of a thread
+};
+
+// What a kernel needs besides the problem.
+struct Boxes {
+  CUtensorMap a, x, h;
+  int32_t width;   // channels of a block
+  int32_t strips;  // blocks side by side
+  int32_t slots, teams;
+  int32_t a_bytes, x_bytes, h_bytes;  // of a box
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+using Barrier = uint64_t;
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void init(Barrier& b, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals));
+}
+__device__ __forceinline__ void arrive(Barrier& b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
+}
+__device__ __forceinline__ void expect(Barrier& b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait(Barrier& b, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n\t"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again; }" ::"r"(shared_address(&b)),
+      "r"(parity)
+      : "memory");
+}
+// What lies outside of the array becomes zero.
+__device__ __forceinline__ void copy_box(char* to, const CUtensorMap& map, int channel, int time,
+                                         int outer, Barrier& b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(channel), "r"(time), "r"(outer), "r"(shared_address(&b))
+      : "memory");
+}
+
+// A slot of the ring, and whether it is used for an even or an odd time.
+struct Turn {
+  int slot;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int by, int slots) {
+    slot += by;
+    if (slot >= slots) {
+      slot -= slots;
+      parity ^= 1;
+    }
+  }
+};
+
+#endif
+
+}  // namespace boxed
+
+template <Op kOp, class A_, class B_, class H_, int kSteps>
+__global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
+    boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using namespace boxed;
+  using T = Types<kOp, A_, B_, H_>;
+  using A = typename T::A;
+  using X = typename T::X;
+  using H = typename T::H;
+  using Y = typename T::Y;
+  using S = typename T::S;
+  constexpr int V = T::kVector;
+
+  extern __shared__ __align__(128) char ring[];
+  __shared__ Barrier full[kMostBoxSlots], empty[kMostBoxSlots], handed[kMostBoxWarps];
+  __shared__ S states[kWidestBox];
+  const int outer = static_cast<int>(blockIdx.x) / boxes.strips;
+  const int first = (static_cast<int>(blockIdx.x) - outer * boxes.strips) * boxes.width;
+  const int time = static_cast<int>(p.time), stages = (time + kSteps - 1) / kSteps;
+  const Walk walk(p);
+  const bool uses_h = kOp == Op::kCotangent && p.h.data;
+  const int slot_bytes = boxes.a_bytes + boxes.x_bytes + (uses_h ? boxes.h_bytes : 0);
+  const int workers = static_cast<int>(blockDim.x) - 32, of_team = workers / boxes.teams;
+  if (threadIdx.x == 0) {
+    for (int k = 0; k < boxes.slots; ++k) {
+      init(full[k], 1);
+      init(empty[k], of_team / 32);
+    }
+    for (int k = 0; k < workers / 32; ++k) init(handed[k], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  // The lowest time of a stage's box.
+  const auto lowest = [&](int stage) {
+    return walk.descending ? time - (stage + 1) * kSteps : stage * kSteps;
+  };
+  const auto thread = static_cast<int>(threadIdx.x);
+  if (thread >= workers) {
+    if (thread > workers) return;
+    Turn turn{0};
+    for (int stage = 0; stage < stages; ++stage, turn.advance(1, boxes.slots)) {
+      if (stage >= boxes.slots) wait(empty[turn.slot], turn.parity ^ 1);
+      Barrier& here = full[turn.slot];
+      char* to = ring + turn.slot * slot_bytes;
+      const int low = lowest(stage);
+      expect(here, slot_bytes);
+      copy_box(to, boxes.a, first, low, outer, here);
+      copy_box(to + boxes.a_bytes, boxes.x, first, low, outer, here);
+      if (uses_h) {
+        to += boxes.a_bytes + boxes.x_bytes;
+        copy_box(to, boxes.h, first, low - walk.past, outer, here);
+      }
+    }
+    return;
+  }
+
+  const int team = thread / of_team;
+  const int column = (thread - team * of_team) * V;
+  const int64_t channel = first + column;
+  const bool valid = column < boxes.width && channel < p.inner;
+  S s[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    s[v] = valid && p.init.data ? load_one<S>(p.init, outer, channel + v, 0) : S(0);
+  }
+  // Before the first step of the recurrence h is h0.
+  [[maybe_unused]] S h0[V];
+  if constexpr (kOp == Op::kCotangent) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      h0[v] = valid && uses_h && p.h0.data ? load_one<S>(p.h0, outer, channel + v, 0) : S(0);
+    }
+  }
+  const int64_t row = walk.step() * p.inner;
+  const int64_t start = (int64_t{outer} * p.time + walk.at(0)) * p.inner + channel;
+  const int64_t own = team * kSteps * row;
+  Y* y = static_cast<Y*>(p.y.data) + start + own;
+  A* da = static_cast<A*>(p.da_out.data) + start + own;
+  const int64_t others = (boxes.teams - 1) * kSteps * row;
+  const bool writes_y = valid && p.y.data, writes_da = valid && p.da_out.data;
+  Turn turn{team};
+  uint32_t parity = 0;  // of the barrier for the state
+  for (int stage = team; stage < stages; stage += boxes.teams) {
+    // Registers hold the steps in the order of the walk.
+    Pack<A, V> a[kSteps];
+    Pack<X, V> x[kSteps];
+    Pack<H, V> h[kOp == Op::kCotangent ? kSteps : 1];
+    const char* const slot = ring + turn.slot * slot_bytes;
+    const auto take = [&](auto& packs, const char* box) {
+      using Packed = std::remove_reference_t<decltype(packs[0])>;
+      constexpr int kBytes = sizeof(Packed) / V;
+      const int jump = walk.step() * boxes.width * kBytes;
+      const char* from = box + column * kBytes - (walk.descending ? (kSteps - 1) * jump : 0);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        packs[k] = *reinterpret_cast<const Packed*>(from);
+        from += jump;
+      }
+    };
+    wait(full[turn.slot], turn.parity);
+    take(a, slot);
+    take(x, slot + boxes.a_bytes);
+    if constexpr (kOp == Op::kCotangent) {
+      if (uses_h) take(h, slot + boxes.a_bytes + boxes.x_bytes);
+    }
+    __syncwarp();
+    if (thread % 32 == 0) arrive(empty[turn.slot]);
+    turn.advance(boxes.teams, boxes.slots);
+
+    if (stage > 0 && boxes.teams > 1) {
+      wait(handed[thread / 32], parity);
+      parity ^= 1;
+#pragma unroll
+      for (int v = 0; v < V; ++v) s[v] = states[column + v];
+    }
+    const int s0 = stage * kSteps, left = time - s0;
+    const int first_step = static_cast<int>(walk.first_step(kOp)) - s0;
+    // The results take the operands' places, in the state's type.
+    S y_of[kSteps][V];
+    [[maybe_unused]] S da_of[kOp == Op::kCotangent ? kSteps : 1][V];
+    const auto step = [&](int k, bool is_first) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        Step<S> in{load_as<S>(a[k].v[v]), load_as<S>(x[k].v[v]), S(0), is_first && !p.has_h0};
+        if constexpr (kOp == Op::kCotangent) {
+          if (uses_h) in.h = load_as<S>(h[k].v[v]);
+          if (is_first) in.h = h0[v];
+        }
+        const Written<S> out = advance<kOp>(s[v], in);
+        y_of[k][v] = out.y;
+        if constexpr (kOp == Op::kCotangent) da_of[k][v] = out.da_out;
+      }
+    };
+    const bool has_first =
+        first_step >= 0 && first_step < kSteps && (kOp == Op::kCotangent || !p.has_h0);
+    if (left >= kSteps && !has_first) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k, false);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (k < left) step(k, k == first_step);
+      }
+    }
+
+    if (stage + 1 < stages) {
+      if (boxes.teams > 1) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) states[column + v] = s[v];
+        __syncwarp();
+        if (thread % 32 == 0)
+          arrive(
+              handed[(team + 1 == boxes.teams ? thread - team * of_team : thread + of_team) / 32]);
+      }
+    } else if (valid && p.final.data) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        store_one(p.final, int64_t{outer} * p.inner + channel + v, s[v]);
+      }
+    }
+
+    const auto write = [&](int k) {
+      if (writes_y) {
+        Pack<Y, V> pack;
+#pragma unroll
+        for (int v = 0; v < V; ++v) pack.v[v] = store_as<Y>(y_of[k][v]);
+        *reinterpret_cast<Pack<Y, V>*>(y) = pack;
+      }
+      y += row;
+      if constexpr (kOp == Op::kCotangent) {
+        if (writes_da) {
+          Pack<A, V> pack;
+#pragma unroll
+          for (int v = 0; v < V; ++v) pack.v[v] = store_as<A>(da_of[k][v]);
+          *reinterpret_cast<Pack<A, V>*>(da) = pack;
+        }
+        da += row;
+      }
+    };
+    if (left >= kSteps) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) write(k);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (k < left) write(k);
+      }
+    }
+    y += others;
+    da += others;
+  }
+#endif
+}
+
+namespace boxed {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, without linking to the driver.
+inline Encode encoder() {
+  static const Encode found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult answer;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               12000, cudaEnableDefault, &answer);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &answer);
+#endif
+    const bool there = error == cudaSuccess && answer == cudaDriverEntryPointSuccess;
+    return there ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  return found;
+}
+
+// Boxes of steps x channels of an array (outer, time, inner).
+template <class T>
+bool encode(CUtensorMap& map, const Problem& p, const Input& in, const BoxedPlan& plan) {
+  // Only the size counts.
+  constexpr CUtensorMapDataType kType = sizeof(T) == 8   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
+                                        : sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto inner = static_cast<cuuint64_t>(p.inner), time = static_cast<cuuint64_t>(p.time);
+  const cuuint64_t dims[] = {inner, time, static_cast<cuuint64_t>(p.outer)};
+  const cuuint64_t strides[] = {inner * sizeof(T), inner * time * sizeof(T)};  // in bytes
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(plan.width),
+                            static_cast<cuuint32_t>(plan.steps), 1};
+  const cuuint32_t apart[] = {1, 1, 1};
+  const Encode encode = encoder();
+  return encode &&
+         encode(&map, kType, 3, const_cast<void*>(in.data), dims, strides, box, apart,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <Op kOp, class A, class B, class H, int kSteps>
+cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
+  using T = Types<kOp, A, B, H>;
+  using X = typename T::X;
+  const int elements = plan.width * plan.steps;
+  Boxes boxes{};
+  boxes.width = plan.width;
+  boxes.strips = plan.strips;
+  boxes.slots = plan.slots;
+  boxes.teams = plan.teams;
+  boxes.a_bytes = elements * static_cast<int>(sizeof(A));
+  boxes.x_bytes = elements * static_cast<int>(sizeof(X));
+  boxes.h_bytes = elements * static_cast<int>(sizeof(H));
+  if (!encode<A>(boxes.a, p, p.a, plan) || !encode<X>(boxes.x, p, p.x, plan) ||
+      (p.h.data && !encode<H>(boxes.h, p, p.h, plan))) {
+    return cudaErrorNotSupported;
+  }
+  const auto kernel = boxed_kernel<kOp, A, B, H, kSteps>;
+  // The same for every call: another thread may be launching this kernel with another size.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
+  if (error != cudaSuccess) return error;
+  const int workers = plan.teams * static_cast<int>(divide_up(plan.width, 32 * T::kVector)) * 32;
+  kernel<<<static_cast<unsigned>(plan.blocks), workers + 32, plan.shared_bytes, stream>>>(p, boxes);
+  return cudaGetLastError();
+}
+
+template <class A, class B, class H, int kSteps>
+cudaError_t launch_steps(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
+  return p.op == Op::kCotangent ? launch_op<Op::kCotangent, A, B, H, kSteps>(p, plan, stream)
+                                : launch_op<Op::kScan, A, B, H, kSteps>(p, plan, stream);
+}
+
+}  // namespace boxed
+
+template <class A, class B, class H>
+cudaError_t launch_boxed(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
+  constexpr int kLong = long_box(sizeof(B));
+  return plan.steps == kLong ? boxed::launch_steps<A, B, H, kLong>(p, plan, stream)
+                             : boxed::launch_steps<A, B, H, kLong / 2>(p, plan, stream);
+}
+
+}  // namespace jax_scan

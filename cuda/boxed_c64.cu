@@ -1,0 +1,6 @@
+#include "cuda/boxed.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_boxed<Complex64, Complex64, Complex64>(const Problem&, const BoxedPlan&,
+                                                                   cudaStream_t);
+}  // namespace jax_scan
