@@ -41,9 +41,10 @@ struct Call {
 // The dtype of what an operand or result holds; nothing for those that none may have.
 std::optional<DType> dtype_of(xla::ffi::DataType type);
 
-// `sums_da` says of a problem that sums da over runs of indices whether there is a kernel for it.
-xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-                               const Attributes& attributes, bool (*sums_da)(const Problem&));
+// Fills in an empty `call`, or returns what is wrong. `sums_da` says of a problem that sums da over
+// runs of indices whether there is a kernel for it.
+xla::ffi::Error decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                       const Attributes& attributes, bool (*sums_da)(const Problem&), Call& call);
 
 // Adds the buffers and attributes of `Attributes` to a binding, in the order in which the handlers
 // take them.
