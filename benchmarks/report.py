@@ -69,9 +69,9 @@ def header() -> dict[str, Any]:
         "CUDA graphs; accelerated-scan in its own layout (B, D, L), FLA with log a given"
     )
     on_cpu = (
-        "single calls (chains of 10 where in cache) of ours, of XLA's a b + 1 and of the limits by "
-        "turns; medians; malloc keeps its memory. The limit is the fastest C++ loop that reads and "
-        "writes as much, on one or all cores, with or without streaming stores"
+        "single calls (chains of 100 where in cache) of ours, of XLA's a b + 1 and of the limits "
+        "by turns; medians; malloc keeps its memory. The limit is the fastest C++ loop that reads "
+        "and writes as much, on one or all cores, with or without streaming stores"
     )
     return {
         "date": time.strftime("%Y-%m-%d"),

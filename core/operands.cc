@@ -1,17 +1,14 @@
 #include "core/operands.h"
 
-#include <algorithm>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace jax_scan {
 namespace {
 
 namespace ffi = xla::ffi;
-using Dims = std::vector<int64_t>;
 
 // How an operand's or result's shape follows from the full shape.
 enum class Extent {
@@ -96,14 +93,17 @@ const Spec* find(std::span<const Spec> specs, std::string_view name) {
   return nullptr;
 }
 
-std::vector<std::string_view> split(std::string_view names) {
-  std::vector<std::string_view> parts;
-  while (!names.empty()) {
-    const size_t space = names.find(' ');
-    parts.push_back(names.substr(0, space));
-    names = space == std::string_view::npos ? "" : names.substr(space + 1);
-  }
-  return parts;
+// Takes the first one off names that are separated by blanks.
+std::string_view take_name(std::string_view& names) {
+  const size_t space = names.find(' ');
+  const std::string_view first = names.substr(0, space);
+  names = space == std::string_view::npos ? "" : names.substr(space + 1);
+  return first;
+}
+size_t count(std::string_view names) {
+  size_t n = 0;
+  for (; !names.empty(); ++n) take_name(names);
+  return n;
 }
 
 // For messages: also of dtypes that no operand may have.
@@ -141,22 +141,37 @@ std::optional<DType> state_dtype_of(std::string_view text) {
   return std::nullopt;
 }
 
-std::string to_string(std::span<const int64_t> dims) {
+// A buffer's shape with its axes as they lie in memory.
+class Dims {
+ public:
+  Dims(const ffi::AnyBuffer& buffer, const Attributes& attributes)
+      : given_(buffer.dimensions()), axis_(static_cast<size_t>(attributes.axis)) {
+    if (!attributes.time_last) axis_ = size();
+  }
+  size_t size() const { return given_.size(); }
+  int64_t operator[](size_t k) const {
+    if (k < axis_) return given_[k];
+    return given_[k == axis_ ? size() - 1 : k - 1];
+  }
+
+ private:
+  ffi::AnyBuffer::Dimensions given_;
+  size_t axis_;  // where the last axis that is given belongs, or beyond all
+};
+
+bool equal(const Dims& dims, std::span<const int64_t> others) {
+  bool same = dims.size() == others.size();
+  for (size_t k = 0; same && k < others.size(); ++k) same = dims[k] == others[k];
+  return same;
+}
+
+template <class Shape>
+std::string to_string(const Shape& dims) {
   std::string text = "(";
   for (size_t k = 0; k < dims.size(); ++k) {
     text += (k ? ", " : "") + std::to_string(dims[k]);
   }
   return text + ")";
-}
-
-// A buffer's shape with its axes as they lie in memory.
-Dims dims_of(const ffi::AnyBuffer& buffer, const Attributes& attributes) {
-  const ffi::AnyBuffer::Dimensions given = buffer.dimensions();
-  Dims dims(given.begin(), given.end());
-  if (attributes.time_last && attributes.axis < static_cast<int64_t>(dims.size())) {
-    std::rotate(dims.begin() + attributes.axis, dims.end() - 1, dims.end());
-  }
-  return dims;
 }
 
 bool has_bit(int64_t set, size_t k) { return k < 63 && (set >> k) & 1; }
@@ -177,9 +192,28 @@ bool append(Broadcast::Axis* axes, int32_t& count, Broadcast::Axis axis) {
   return true;
 }
 
+// See operands.h.
+template <class Shape>
+bool place(const Shape& dims, int64_t repeated, std::span<const int64_t> full, int64_t axis,
+           Broadcast& at) {
+  int64_t stride = 1;
+  for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
+    const int64_t here = dims[k] == 1 || has_bit(repeated, k) ? 0 : stride;
+    if (k == axis) {
+      at.time_stride = here;
+    } else if (k > axis) {
+      if (!append(at.inner, at.inner_axes, {full[k], here})) return false;
+    } else {
+      if (!append(at.outer, at.outer_axes, {full[k], here})) return false;
+    }
+    stride *= dims[k];
+  }
+  return true;
+}
+
 // Of axes [begin, end) those at the end in which a result has size 1 are summed over: how many
 // neighbouring indices that joins. Takes them out of the shape that is expected.
-int64_t summed_run(std::span<const int64_t> dims, int64_t begin, int64_t end, Dims& expected) {
+int64_t summed_run(const Dims& dims, int64_t begin, int64_t end, std::vector<int64_t>& expected) {
   int64_t run = 1;
   for (int64_t k = end - 1; k >= begin && dims[k] == 1; --k) {
     run *= expected[k];
@@ -193,12 +227,10 @@ class Checker {
  public:
   explicit Checker(std::string_view target) : target_(target) {}
 
-  ffi::Unexpected<ffi::Error> error(std::string_view message) const {
-    return ffi::Unexpected(
-        ffi::Error::InvalidArgument(std::string(target_) + ": " + std::string(message)));
+  ffi::Error error(std::string_view message) const {
+    return ffi::Error::InvalidArgument(std::string(target_) + ": " + std::string(message));
   }
-  ffi::Unexpected<ffi::Error> error(std::string_view kind, std::string_view name,
-                                    std::string_view message) const {
+  ffi::Error error(std::string_view kind, std::string_view name, std::string_view message) const {
     return error(std::string(kind) + " '" + std::string(name) + "' " + std::string(message));
   }
 
@@ -229,34 +261,20 @@ std::optional<DType> dtype_of(ffi::DataType t) {
 
 bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
                int64_t axis, Broadcast& at) {
-  int64_t stride = 1;
-  for (int64_t k = static_cast<int64_t>(full.size()) - 1; k >= 0; --k) {
-    const int64_t here = dims[k] == 1 || has_bit(repeated, k) ? 0 : stride;
-    if (k == axis) {
-      at.time_stride = here;
-    } else if (k > axis) {
-      if (!append(at.inner, at.inner_axes, {full[k], here})) return false;
-    } else {
-      if (!append(at.outer, at.outer_axes, {full[k], here})) return false;
-    }
-    stride *= dims[k];
-  }
-  return true;
+  return place(dims, repeated, full, axis, at);
 }
 
-ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          const Attributes& attributes, bool (*sums_da)(const Problem&)) {
+ffi::Error decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  const Attributes& attributes, bool (*sums_da)(const Problem&), Call& call) {
   const OpSpec spec = spec_of(op);
   const Checker check(spec.target);
 
-  const std::vector<std::string_view> operand_names = split(attributes.operands);
-  const std::vector<std::string_view> result_names = split(attributes.results);
-  if (operand_names.size() != args.size()) {
-    return check.error("attribute 'operands' names " + std::to_string(operand_names.size()) +
+  if (const size_t names = count(attributes.operands); names != args.size()) {
+    return check.error("attribute 'operands' names " + std::to_string(names) +
                        " operands, the call has " + std::to_string(args.size()));
   }
-  if (result_names.size() != rets.size()) {
-    return check.error("attribute 'results' names " + std::to_string(result_names.size()) +
+  if (const size_t names = count(attributes.results); names != rets.size()) {
+    return check.error("attribute 'results' names " + std::to_string(names) +
                        " results, the call has " + std::to_string(rets.size()));
   }
   const std::optional<DType> state = state_dtype_of(attributes.state);
@@ -276,7 +294,6 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
                        std::to_string(attributes.length));
   }
 
-  Call call;
   Problem& p = call.problem;
   p.op = op;
   p.state = *state;
@@ -288,7 +305,7 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   // counted once.
   std::vector<int64_t> full;
   const auto merge = [&](std::string_view kind, std::string_view name, const Dims& dims,
-                         int64_t repeated) -> std::optional<ffi::Unexpected<ffi::Error>> {
+                         int64_t repeated) -> ffi::Error {
     if (full.empty()) full.assign(dims.size(), 1);
     if (dims.size() != full.size() || attributes.axis >= static_cast<int64_t>(full.size())) {
       return check.error(kind, name,
@@ -312,20 +329,21 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
       }
       full[k] = dims[k];
     }
-    return std::nullopt;
+    return ffi::Error::Success();
   };
 
-  for (size_t j = 0; j < operand_names.size(); ++j) {
-    const OperandSpec* operand = find(spec.operands, operand_names[j]);
-    if (!operand) return check.error("operand", operand_names[j], "is not one of this target's");
+  std::string_view names = attributes.operands;
+  for (size_t j = 0; j < args.size(); ++j) {
+    const std::string_view given = take_name(names);
+    const OperandSpec* operand = find(spec.operands, given);
+    if (!operand) return check.error("operand", given, "is not one of this target's");
     ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(j);
-    if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+    if (!buffer.has_value()) return buffer.error();
     Input& input = p.*(operand->slot);
     if (input.data) return check.error("operand", operand->name, "is given twice");
-    const Dims dims = dims_of(*buffer, attributes);
-    if (auto failed = merge("operand", operand->name, dims, attributes.repeated[j])) {
-      return *failed;
-    }
+    const Dims dims(*buffer, attributes);
+    ffi::Error merged = merge("operand", operand->name, dims, attributes.repeated[j]);
+    if (merged.failure()) return merged;
     input.data = buffer->untyped_data();
     if (!input.data && buffer->element_count() > 0) {
       return check.error("operand", operand->name, "has no data");
@@ -356,17 +374,20 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     }
   }
 
-  for (size_t j = 0; j < result_names.size(); ++j) {
+  names = attributes.results;
+  for (size_t j = 0; j < rets.size(); ++j) {
+    const std::string_view given = take_name(names);
     ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(j);
-    if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
-    if (result_names[j] == "workspace") {
+    if (!buffer.has_value()) return buffer.error();
+    if (given == "workspace") {
       call.workspace = {(*buffer)->untyped_data(), (*buffer)->size_bytes()};
       continue;
     }
-    const ResultSpec* result = find(spec.results, result_names[j]);
-    if (!result) return check.error("result", result_names[j], "is not one of this target's");
-    const Dims dims = dims_of(**buffer, attributes);
-    if (auto failed = merge("result", result->name, dims, /*repeated=*/0)) return *failed;
+    const ResultSpec* result = find(spec.results, given);
+    if (!result) return check.error("result", given, "is not one of this target's");
+    const Dims dims(**buffer, attributes);
+    ffi::Error merged = merge("result", result->name, dims, /*repeated=*/0);
+    if (merged.failure()) return merged;
   }
 
   // Now that the full shape is known: the operands' strides and the results' extents.
@@ -375,19 +396,21 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
     if (static_cast<int64_t>(k) < attributes.axis) p.outer *= full[k];
     if (static_cast<int64_t>(k) > attributes.axis) p.inner *= full[k];
   }
-  for (size_t j = 0; j < operand_names.size(); ++j) {
-    const OperandSpec* operand = find(spec.operands, operand_names[j]);
+  names = attributes.operands;
+  for (size_t j = 0; j < args.size(); ++j) {
+    const OperandSpec* operand = find(spec.operands, take_name(names));
     const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(j);
     Input& input = p.*(operand->slot);
-    if (!broadcast(dims_of(buffer, attributes), attributes.repeated[j], full, attributes.axis,
-                   input.at)) {
+    if (!place(Dims(buffer, attributes), attributes.repeated[j], full, attributes.axis, input.at)) {
       return check.error("operand", operand->name,
                          "alternates between broadcast and full axes more than " +
                              std::to_string(kMaxAxes) + " times on one side of time");
     }
   }
-  for (size_t j = 0; j < result_names.size(); ++j) {
-    const ResultSpec* result = find(spec.results, result_names[j]);
+  names = attributes.results;
+  std::vector<int64_t> expected;
+  for (size_t j = 0; j < rets.size(); ++j) {
+    const ResultSpec* result = find(spec.results, take_name(names));
     if (!result) continue;
     const ffi::AnyBuffer buffer = **rets.get<ffi::AnyBuffer>(j);
     Output& output = p.*(result->slot);
@@ -401,8 +424,8 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
                              std::string(name(p.state)) + " state can't be stored");
     }
     output.dtype = *dtype;
-    std::vector<int64_t> expected = full;
-    const Dims dims = dims_of(buffer, attributes);
+    expected = full;
+    const Dims dims(buffer, attributes);
     const bool summed = result->extent == Extent::kSummed;
     const bool over_time = summed && p.time > 1 && dims[attributes.axis] == 1;
     if (one_step || over_time) expected[attributes.axis] = 1;
@@ -410,7 +433,7 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
       p.da_inner_run = summed_run(dims, attributes.axis + 1, full.size(), expected);
       if (p.da_inner_run == 1) p.da_outer_run = summed_run(dims, 0, attributes.axis, expected);
     }
-    if (dims != expected) {
+    if (!equal(dims, expected)) {
       return check.error("result", result->name,
                          "has shape " + to_string(dims) + ", expected " + to_string(expected));
     }
@@ -439,7 +462,7 @@ ffi::ErrorOr<Call> decode(Op op, ffi::RemainingArgs args, ffi::RemainingRets ret
   if (op == Op::kCotangent && p.final.data && !p.has_h0) {
     return check.error("result", "dh0", "is asked of a scan without h0");
   }
-  return call;
+  return ffi::Error::Success();
 }
 
 }  // namespace jax_scan

@@ -46,9 +46,10 @@ std::optional<DType> dtype_of(xla::ffi::DataType type);
 bool broadcast(std::span<const int64_t> dims, int64_t repeated, std::span<const int64_t> full,
                int64_t axis, Broadcast& at);
 
-// `sums_da` says of a problem that sums da over runs of indices whether there is a kernel for it.
-xla::ffi::ErrorOr<Call> decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-                               const Attributes& attributes, bool (*sums_da)(const Problem&));
+// Fills in an empty `call`, or returns what is wrong. `sums_da` says of a problem that sums da over
+// runs of indices whether there is a kernel for it.
+xla::ffi::Error decode(Op op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                       const Attributes& attributes, bool (*sums_da)(const Problem&), Call& call);
 
 // Adds the buffers and attributes of `Attributes` to a binding, in the order in which the handlers
 // take them.

@@ -42,12 +42,14 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
                std::string_view operands, std::string_view results, std::string_view state,
                int64_t axis, int64_t length, bool reverse, bool has_h0, bool time_last,
                ffi::Span<const int64_t> repeated) {
-  ffi::ErrorOr<Call> call = decode(kOp, args, rets,
-                                   {operands, results, state, axis, length, reverse, has_h0,
-                                    time_last, std::span(repeated.begin(), repeated.size())},
-                                   [](const Problem&) { return false; });
-  if (!call.has_value()) return call.error();
-  const Problem& problem = call->problem;
+  Call call;
+  const ffi::Error error = decode(
+      kOp, args, rets,
+      {operands, results, state, axis, length, reverse, has_h0, time_last,
+       std::span(repeated.begin(), repeated.size())},
+      [](const Problem&) { return false; }, call);
+  if (error.failure()) return error;
+  const Problem& problem = call.problem;
   advise_huge_pages(problem.y, problem.channels() * problem.time);
   if (!problem.da_over_time) {
     advise_huge_pages(problem.da_out, problem.channels() * problem.time);

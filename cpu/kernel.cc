@@ -45,8 +45,8 @@ constexpr int64_t kLeastLanes = 16;
 // Where time is the last axis, so many channels do without chunks: eight tiles, each twice as fast.
 constexpr int64_t kManyLines = 128;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
-// so many needs: time is cut into blocks.
-constexpr int64_t kFewBytes = 256;
+// so many needs: time is cut into blocks, of which the second-level cache holds all operands.
+constexpr int64_t kFewBytes = 256, kBlockBytes = 65536;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
@@ -58,7 +58,7 @@ Blocks::Blocks(const Problem& p) {
     chunks_ = p.inner == 1 ? 32 : 16;
     steps_ = std::max<int64_t>(16, 8192 / size / (chunks_ * p.inner) / 16 * 16);
   } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements / 2) {
-    steps_ = std::max<int64_t>(64, 32768 / size / p.channels() / 64 * 64);
+    steps_ = std::max<int64_t>(64, kBlockBytes / size / p.channels() / 64 * 64);
   }
   int64_t t = 0;
   if (cut()) {

@@ -25,5 +25,10 @@ nb::dict registrations() {
 NB_MODULE(_cpu, m) {
   m.doc() = "The CPU kernels of jax_scan, as XLA FFI handlers";
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#if defined(JAX_SCAN_CPU_ONLY)
+  m.attr("cpu_only") = true;  // as the build was asked to be
+#else
+  m.attr("cpu_only") = false;
+#endif
   m.def("registrations", &registrations, "FFI target name -> capsule of its handler");
 }

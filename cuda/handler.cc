@@ -32,23 +32,24 @@ ffi::Error run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
                std::string_view operands, std::string_view results, std::string_view state,
                int64_t axis, int64_t length, bool reverse, bool has_h0, bool time_last,
                ffi::Span<const int64_t> repeated) {
-  ffi::ErrorOr<Call> call = decode(kOp, args, rets,
-                                   {operands, results, state, axis, length, reverse, has_h0,
-                                    time_last, std::span(repeated.begin(), repeated.size())},
-                                   sums_da);
-  if (call.has_error()) return call.error();
-  const Problem& p = call->problem;
+  Call call;
+  const ffi::Error error = decode(kOp, args, rets,
+                                  {operands, results, state, axis, length, reverse, has_h0,
+                                   time_last, std::span(repeated.begin(), repeated.size())},
+                                  sums_da, call);
+  if (error.failure()) return error;
+  const Problem& p = call.problem;
   if (p.outer == 0 || p.time == 0 || p.inner == 0) {
     return ffi::Error::InvalidArgument("jax_scan: a call without elements must not reach the GPU");
   }
   const size_t needed = workspace_bytes(p);
-  if (call->workspace.bytes < needed) {
+  if (call.workspace.bytes < needed) {
     return ffi::Error::InvalidArgument("jax_scan: result 'workspace' has " +
-                                       std::to_string(call->workspace.bytes) +
+                                       std::to_string(call.workspace.bytes) +
                                        " bytes, expected at least " + std::to_string(needed));
   }
-  const cudaError_t error = launch(p, call->workspace.data, stream);
-  return error == cudaSuccess ? ffi::Error::Success() : cuda_error(error);
+  const cudaError_t queued = launch(p, call.workspace.data, stream);
+  return queued == cudaSuccess ? ffi::Error::Success() : cuda_error(queued);
 }
 
 // Operands a, x and possibly reset -> A and H, of the full shape with one step, and a workspace.

@@ -76,6 +76,11 @@ def _load(name: str, platform: str) -> ModuleType:
 
 def _remedy(name: str) -> str:
     if name.endswith("_cuda"):
+        if _modules["cpu"].cpu_only:
+            return (
+                "The build was asked for the CPU alone, with JAX_SCAN_CUDA=OFF. For NVIDIA GPUs: "
+                "`JAX_SCAN_CUDA=ON pip install .` in the source tree."
+            )
         return (
             "Put nvcc on PATH and build with JAX_SCAN_CUDA=ON, which says what is missing: "
             "`JAX_SCAN_CUDA=ON pip install .` in the source tree."

@@ -25,9 +25,10 @@ def registered(monkeypatch):
     return calls
 
 
-def module(name, version=(0, 1), **handlers):
+def module(name, version=(0, 1), cpu_only=False, **handlers):
     fake: Any = ModuleType(f"jax_scan.{name}")
     fake.ffi_api_version = version
+    fake.cpu_only = cpu_only
     fake.registrations = lambda: {f"jax_scan.v1.{k}": v for k, v in handlers.items()}
     return fake
 
@@ -66,6 +67,15 @@ def test_B1_X5_missing_cuda_module(registered, install):
     assert "JAX_SCAN_CUDA=ON" in _native.kernels()["cuda"]
     with pytest.raises(RuntimeError, match=r"no cuda kernel here. jax_scan._cuda was not built"):
         _native.module("cuda")
+
+
+@pytest.mark.parametrize("cpu_only", [False, True])
+def test_a_missing_compiler_is_told_from_a_build_for_the_cpu_alone(registered, install, cpu_only):
+    install(module("_cpu", cpu_only=cpu_only))
+    install(None, "jax_scan._cuda")
+    _native.load()
+    reason = _native.kernels()["cuda"]
+    assert ("nvcc" in reason, "JAX_SCAN_CUDA=OFF" in reason) == (not cpu_only, cpu_only)
 
 
 def test_X5_broken_cuda_module(registered, install, tmp_path, monkeypatch):
