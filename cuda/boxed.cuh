@@ -11,10 +11,9 @@
 // it; `handed`, for each warp, that the state of its channels lies in `states`.
 #pragma once
 
-#include <cuda.h>
-
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "cuda/tma.cuh"
 
 namespace jax_scan {
 namespace boxed {
@@ -40,42 +39,6 @@ struct Boxes {
   int32_t a_bytes, x_bytes, h_bytes;  // of a box
 };
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-using Barrier = uint64_t;
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void init(Barrier& b, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&b)), "r"(arrivals));
-}
-__device__ __forceinline__ void arrive(Barrier& b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
-}
-__device__ __forceinline__ void expect(Barrier& b, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)),
-               "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void wait(Barrier& b, uint32_t parity) {
-  asm volatile(
-      "{ .reg .pred done;\n\t"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again; }" ::"r"(shared_address(&b)),
-      "r"(parity)
-      : "memory");
-}
-// What lies outside of the array becomes zero.
-__device__ __forceinline__ void copy_box(char* to, const CUtensorMap& map, int channel, int time,
-                                         int outer, Barrier& b) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(channel), "r"(time), "r"(outer), "r"(shared_address(&b))
-      : "memory");
-}
-
 // A slot of the ring, and whether it is used for an even or an odd time.
 struct Turn {
   int slot;
@@ -89,15 +52,8 @@ struct Turn {
   }
 };
 
-#endif
-
-}  // namespace boxed
-
 template <Op kOp, class A_, class B_, class H_, int kSteps>
-__global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
-    boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using namespace boxed;
+__device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes) {
   using T = Types<kOp, A_, B_, H_>;
   using A = typename T::A;
   using X = typename T::X;
@@ -118,11 +74,11 @@ __global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
   const int workers = static_cast<int>(blockDim.x) - 32, of_team = workers / boxes.teams;
   if (threadIdx.x == 0) {
     for (int k = 0; k < boxes.slots; ++k) {
-      init(full[k], 1);
-      init(empty[k], of_team / 32);
+      full[k].init(1);
+      empty[k].init(of_team / 32);
     }
-    for (int k = 0; k < workers / 32; ++k) init(handed[k], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int k = 0; k < workers / 32; ++k) handed[k].init(1);
+    barriers_are_ready();
   }
   __syncthreads();
 
@@ -135,16 +91,16 @@ __global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
     if (thread > workers) return;
     Turn turn{0};
     for (int stage = 0; stage < stages; ++stage, turn.advance(1, boxes.slots)) {
-      if (stage >= boxes.slots) wait(empty[turn.slot], turn.parity ^ 1);
+      if (stage >= boxes.slots) empty[turn.slot].wait(turn.parity ^ 1);
       Barrier& here = full[turn.slot];
       char* to = ring + turn.slot * slot_bytes;
       const int low = lowest(stage);
-      expect(here, slot_bytes);
-      copy_box(to, boxes.a, first, low, outer, here);
-      copy_box(to + boxes.a_bytes, boxes.x, first, low, outer, here);
+      here.arrive_and_expect(static_cast<uint32_t>(slot_bytes));
+      copy_box(to, &boxes.a, first, low, outer, here);
+      copy_box(to + boxes.a_bytes, &boxes.x, first, low, outer, here);
       if (uses_h) {
         to += boxes.a_bytes + boxes.x_bytes;
-        copy_box(to, boxes.h, first, low - walk.past, outer, here);
+        copy_box(to, &boxes.h, first, low - walk.past, outer, here);
       }
     }
     return;
@@ -193,18 +149,18 @@ __global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
         from += jump;
       }
     };
-    wait(full[turn.slot], turn.parity);
+    full[turn.slot].wait(turn.parity);
     take(a, slot);
     take(x, slot + boxes.a_bytes);
     if constexpr (kOp == Op::kCotangent) {
       if (uses_h) take(h, slot + boxes.a_bytes + boxes.x_bytes);
     }
     __syncwarp();
-    if (thread % 32 == 0) arrive(empty[turn.slot]);
+    if (thread % 32 == 0) empty[turn.slot].arrive();
     turn.advance(boxes.teams, boxes.slots);
 
     if (stage > 0 && boxes.teams > 1) {
-      wait(handed[thread / 32], parity);
+      handed[thread / 32].wait(parity);
       parity ^= 1;
 #pragma unroll
       for (int v = 0; v < V; ++v) s[v] = states[column + v];
@@ -245,8 +201,8 @@ __global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
         for (int v = 0; v < V; ++v) states[column + v] = s[v];
         __syncwarp();
         if (thread % 32 == 0)
-          arrive(
-              handed[(team + 1 == boxes.teams ? thread - team * of_team : thread + of_team) / 32]);
+          handed[(team + 1 == boxes.teams ? thread - team * of_team : thread + of_team) / 32]
+              .arrive();
       }
     } else if (valid && p.final.data) {
 #pragma unroll
@@ -285,50 +241,17 @@ __global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
     y += others;
     da += others;
   }
-#endif
+}
+
+}  // namespace boxed
+
+template <Op kOp, class A, class B, class H, int kSteps>
+__global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
+    boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
+  if constexpr (kHasBulkCopies) boxed::walk_boxes<kOp, A, B, H, kSteps>(p, boxes);
 }
 
 namespace boxed {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without linking to the driver.
-inline Encode encoder() {
-  static const Encode found = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult answer;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                               12000, cudaEnableDefault, &answer);
-#else
-    const cudaError_t error =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &answer);
-#endif
-    const bool there = error == cudaSuccess && answer == cudaDriverEntryPointSuccess;
-    return there ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  return found;
-}
-
-// Boxes of steps x channels of an array (outer, time, inner).
-template <class T>
-bool encode(CUtensorMap& map, const Problem& p, const Input& in, const BoxedPlan& plan) {
-  // Only the size counts.
-  constexpr CUtensorMapDataType kType = sizeof(T) == 8   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
-                                        : sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const auto inner = static_cast<cuuint64_t>(p.inner), time = static_cast<cuuint64_t>(p.time);
-  const cuuint64_t dims[] = {inner, time, static_cast<cuuint64_t>(p.outer)};
-  const cuuint64_t strides[] = {inner * sizeof(T), inner * time * sizeof(T)};  // in bytes
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(plan.width),
-                            static_cast<cuuint32_t>(plan.steps), 1};
-  const cuuint32_t apart[] = {1, 1, 1};
-  const Encode encode = encoder();
-  return encode &&
-         encode(&map, kType, 3, const_cast<void*>(in.data), dims, strides, box, apart,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 template <Op kOp, class A, class B, class H, int kSteps>
 cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
@@ -343,13 +266,15 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
   boxes.a_bytes = elements * static_cast<int>(sizeof(A));
   boxes.x_bytes = elements * static_cast<int>(sizeof(X));
   boxes.h_bytes = elements * static_cast<int>(sizeof(H));
-  if (!encode<A>(boxes.a, p, p.a, plan) || !encode<X>(boxes.x, p, p.x, plan) ||
-      (p.h.data && !encode<H>(boxes.h, p, p.h, plan))) {
-    return cudaErrorNotSupported;
+  cudaError_t error = boxes_of<A>(p, p.a, plan.width, plan.steps, boxes.a);
+  if (error == cudaSuccess) error = boxes_of<X>(p, p.x, plan.width, plan.steps, boxes.x);
+  if (error == cudaSuccess && p.h.data) {
+    error = boxes_of<H>(p, p.h, plan.width, plan.steps, boxes.h);
   }
+  if (error != cudaSuccess) return error;
   const auto kernel = boxed_kernel<kOp, A, B, H, kSteps>;
   // The same for every call: another thread may be launching this kernel with another size.
-  const cudaError_t error =
+  error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
   if (error != cudaSuccess) return error;
   const int workers = plan.teams * static_cast<int>(divide_up(plan.width, 32 * T::kVector)) * 32;

@@ -220,12 +220,13 @@ __device__ __forceinline__ void carry_batch(Packet<S>* place, Baton<S> baton, in
 // The work of the `block`-th of `blocks` of the chain: its teams of `team` warps carry their
 // bundles' states from the first tile, which `init(channel)` enters, to the last. Teams with
 // several bundles look after them by turns; they are of one warp (see plan_chain). `memory`: a
-// Baton for each bundle of the block.
-template <class S, class F>
+// Baton for each bundle of the block. If they are not 0, kWarps: of a block, in place of all that
+// it has, and kTiles: of a batch.
+template <int kWarps = 0, int kTiles = 0, class S, class F>
 __device__ void carry_states(const Mail<S>& mail, int team, int block, int blocks, char* memory,
                              F&& init) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int teams = blockDim.x / 32 / team, member = warp % team;
+  const int teams = (kWarps > 0 ? kWarps : blockDim.x / 32) / team, member = warp % team;
   const int bundles = static_cast<int>((mail.channels + kBundle - 1) / kBundle);
   const int begin = block * teams + warp / team, step = blocks * teams;
   const int turns = (bundles - begin + step - 1) / step;
@@ -259,7 +260,9 @@ __device__ void carry_states(const Mail<S>& mail, int team, int block, int block
   };
   // A single bundle has the most tiles to carry. Batches of 4 and 8, of the limit, in float32: 0.36
   // 0.46 and 0.40 0.48 at (1,262144,16), but 0.78 0.79 and 0.75 0.77 at (1,1048576,64).
-  if (bundles == 1) {
+  if constexpr (kTiles > 0) {
+    carry(std::integral_constant<int, kTiles>{});
+  } else if (bundles == 1) {
     carry(std::integral_constant<int, 32 / sizeof(S)>{});
   } else {
     carry(std::integral_constant<int, 16 / sizeof(S)>{});

@@ -67,15 +67,6 @@ struct Position {
   }
 };
 
-// What no partial product (a) and no partial result (b) of two maps in a row exceeds, from what
-// holds for each of them. Sums, so that a NaN is kept: then nothing is certain.
-template <class S, class R>
-__device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Composed<S> first,
-                                                   Affine<R> of_first) {
-  return {of_first.a + magnitude(first.a) * second.a,
-          of_first.b + (magnitude(first.b) * second.a + second.b)};
-}
-
 // Hides where a value comes from, so that the compiler keeps it in registers instead of computing
 // it again at each use.
 __device__ __forceinline__ int64_t keep(int64_t value) {

@@ -160,6 +160,15 @@ __device__ __forceinline__ Composed<T> shuffle_up(Composed<T> map, int delta) {
   return {shuffle_up(map.a, delta), shuffle_up(map.lost, delta), shuffle_up(map.b, delta)};
 }
 
+// What no partial product (a) and no partial result (b) of two maps in a row exceeds, from what
+// holds for each of them. Sums, so that a NaN is kept: then nothing is certain.
+template <class S, class R>
+__device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Composed<S> first,
+                                                   Affine<R> of_first) {
+  return {of_first.a + magnitude(first.a) * second.a,
+          of_first.b + (magnitude(first.b) * second.a + second.b)};
+}
+
 // The least of what a warp's lanes have.
 __device__ __forceinline__ int least_of_warp(int value) {
 #if __CUDA_ARCH__ >= 800

@@ -297,6 +297,27 @@ ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
   }
 }
 
+// Row-major with no gaps, and from 16 bytes on.
+bool contiguous(const Problem& p, const Input& in) {
+  if (!in.data) return true;
+  const auto is = [](int axes, const Broadcast::Axis& axis, int64_t size, int64_t stride) {
+    return size == 1 || (axes == 1 && axis.stride == stride);
+  };
+  return in.dtype == DType::kF32 && aligned(in.data) &&
+         (p.time == 1 || in.at.time_stride == p.inner) &&
+         is(in.at.inner_axes, in.at.inner[0], p.inner, 1) &&
+         is(in.at.outer_axes, in.at.outer[0], p.outer, p.time * p.inner);
+}
+
+// The problem is one for piped.cuh.
+bool fits_piped(const Problem& p) {
+  const auto is_state = [](const Output& out) { return !out.data || out.dtype == DType::kF32; };
+  return p.op != Op::kTangent && p.state == DType::kF32 && !p.reset.data && !p.da_over_time &&
+         p.a.data && p.x.data && is_state(p.y) && is_state(p.da_out) && contiguous(p, p.a) &&
+         contiguous(p, p.x) && contiguous(p, p.h) && (p.y.data || p.op == Op::kCotangent) &&
+         (p.h.data || !p.da_out.data);
+}
+
 }  // namespace
 
 bool sums_da(const Problem& p) {
@@ -367,6 +388,12 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     }
   }
   if (path == Path::kCluster) return cudaErrorNotSupported;
+  if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9 &&
+      fits_piped(p)) {
+    const cudaError_t queued = launch_piped(p, device, workspace, stream);
+    if (queued != cudaErrorNotSupported || path == Path::kPiped) return queued;
+  }
+  if (path == Path::kPiped) return cudaErrorNotSupported;
   if (path != Path::kGeneral) {
     const ChainedKernel chained = chained_for(p, types);
     const cudaError_t queued =

@@ -12,7 +12,7 @@
 namespace jax_scan {
 
 // kAuto picks the fastest; tests and measurements ask for one by name.
-enum class Path { kAuto, kCluster, kBoxed, kSequential, kChained, kGeneral };
+enum class Path { kAuto, kCluster, kBoxed, kSequential, kPiped, kChained, kGeneral };
 
 // Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
 // problem does not fit is cudaErrorNotSupported.
@@ -70,6 +70,10 @@ cudaError_t launch_chained(const Problem& problem, const Device& device, void* w
 // Scan and cotangent; a thread holds kSteps steps.
 template <class A, class B, class H, class Layout, int kSteps>
 cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
+
+// Scan and cotangent in float32, of operands that lie in full and contiguous.
+cudaError_t launch_piped(const Problem& problem, const Device& device, void* workspace,
+                         cudaStream_t stream);
 
 template <class S>
 cudaError_t launch_general(const Problem& problem, const Device& device, void* workspace,

@@ -78,17 +78,23 @@ struct Chain {
 };
 
 // Of as many blocks as a GPU holds at a time, few are the chain, since they keep others from their
-// places while they wait: kernels that share the GPU must not fill it with their chains.
-constexpr Chain plan_chain(const Tiling& t, int64_t resident) {
-  if (t.tiles == 1) return {0, 1};
-  const int64_t bundles = divide_up(int64_t{t.groups} * t.channels, kBundle);
+// places while they wait: kernels that share the GPU must not fill it with their chains. A block
+// has `warps` warps for it; teams are of `most_team` at most.
+constexpr Chain plan_chain(int64_t tiles, int64_t bundles, int32_t warps, int32_t most_team,
+                           int64_t resident) {
+  if (tiles == 1) return {0, 1};
   const int64_t most = std::max(resident / 16, int64_t{1});
   const int64_t wanted = std::min(most, int64_t{8});
-  int32_t team = t.warps;
-  while (team > 1 && divide_up(bundles * team, t.warps) > wanted) team /= 2;
-  const int64_t needed = divide_up(bundles, int64_t{kMostTurns} * t.warps);
-  const int64_t blocks = std::max(needed, std::min(divide_up(bundles * team, t.warps), wanted));
+  int32_t team = most_team;
+  while (team > 1 && divide_up(bundles * team, warps) > wanted) team /= 2;
+  const int64_t needed = divide_up(bundles, int64_t{kMostTurns} * warps);
+  const int64_t blocks = std::max(needed, std::min(divide_up(bundles * team, warps), wanted));
   return {needed > most ? 0 : blocks, team};
+}
+
+constexpr Chain plan_chain(const Tiling& t, int64_t resident) {
+  return plan_chain(t.tiles, divide_up(int64_t{t.groups} * t.channels, kBundle), t.warps, t.warps,
+                    resident);
 }
 
 // `channels_of_thread` x `steps`: a thread's share; `line`: see chained.cuh.
@@ -129,6 +135,76 @@ constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, in
   t.places_offset = 256;
   t.sums_offset = align_up(t.places_offset + places * 2 * state_bytes);
   t.bytes = t.sums_offset + static_cast<size_t>(t.tiles) * channels * state_bytes;
+  return t;
+}
+
+// ---- The pipeline that is parallel in time (piped.cuh) ----
+
+inline constexpr int kPipedWalkers = 256;    // threads that compose maps; as many run the steps
+inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the chain
+// Of these for each bundle, and tiles that they take at a time. Teams of four: (1,262144,16) 0.53
+// 0.58 of the limit instead of 0.56 0.65 on an H200, (1,1048576,64) 0.79 0.75 instead of 0.90 0.89
+// with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and 0.75 instead of 0.88.
+inline constexpr int kPipedTeam = 8;
+inline constexpr int kPipedBatch = 8;
+inline constexpr int kPipedLeastInner = 8;   // fewer channels leave nothing for bulk copies
+inline constexpr int kPipedPlacesOffset = 256;
+
+// Steps of a thread, and stages of the ring: 192 KB of operands. Forward 32 x 3 and 24 x 4 are alike,
+// and 16 x 6 is 0.02 to 0.07 of the limit slower, as tiles are shorter.
+JAX_SCAN_HD constexpr int piped_steps(Op op) { return op == Op::kCotangent ? 16 : 32; }
+JAX_SCAN_HD constexpr int piped_stages(Op op) { return op == Op::kCotangent ? 4 : 3; }
+
+// Channels of a tile that is a box; 0: not a box, as these need rows of whole 16 bytes. Narrow
+// tiles are long ones, of which the chain has fewer: 32 channels instead of 64 are 0.836 0.900 of
+// the limit instead of 0.821 0.875 at (1,65536,256), forward and backward on an H200, and 0.807
+// 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as one run
+// forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of 0.924).
+constexpr int64_t piped_box_width(Op op, int64_t inner) {
+  constexpr int64_t kNarrow = 32, kWide = 64;
+  if (inner % 4 != 0 || inner <= (op == Op::kCotangent ? kNarrow : kWide)) return 0;
+  const int64_t narrow = divide_up(inner, kNarrow) * kNarrow;
+  // Not where a tile of few channels is left over.
+  if (8 * (narrow - inner) <= inner) return kNarrow;
+  return divide_up(divide_up(inner, divide_up(inner, kWide)), 4) * 4;
+}
+
+struct PipedTiling {
+  bool boxes;          // tiles are boxes of tensors; else whole rows, which are one run of memory
+  int32_t width;       // channels of a tile
+  int32_t segments;    // of a tile's time
+  int32_t tile_steps;  // time steps of a tile
+  uint32_t strips;     // tiles across inner indices
+  uint32_t tiles;      // tiles along time
+  uint32_t groups;     // tiles across channels
+  uint32_t chain_blocks;
+  int32_t chain_team;
+  size_t bytes;  // the workspace: a counter of the tiles handed out, the tiles' places
+};
+
+// width 0: not a problem for this path.
+constexpr PipedTiling piped_tiling(Op op, int64_t outer, int64_t time, int64_t inner) {
+  PipedTiling t{};
+  if (op == Op::kTangent || inner < kPipedLeastInner) return t;
+  const int64_t box = piped_box_width(op, inner), width = box > 0 ? box : inner;
+  if (width > kPipedWalkers) return t;
+  t.boxes = box > 0;
+  const int64_t strips = divide_up(inner, width);
+  const int64_t segments = kPipedWalkers / width;
+  const int64_t tiles = divide_up(time, segments * piped_steps(op)), groups = outer * strips;
+  if (time > INT32_MAX / 2 || outer > INT32_MAX / 2 || outer * inner > INT32_MAX / 2 ||
+      tiles * groups > INT32_MAX / 2) {
+    return t;
+  }
+  t.width = static_cast<int32_t>(width);
+  t.segments = static_cast<int32_t>(segments);
+  t.tile_steps = t.segments * piped_steps(op);
+  t.strips = static_cast<uint32_t>(strips);
+  t.tiles = static_cast<uint32_t>(tiles);
+  t.groups = static_cast<uint32_t>(groups);
+  const size_t places =
+      tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
+  t.bytes = kPipedPlacesOffset + places * kBundle * 2 * sizeof(float);
   return t;
 }
 
@@ -483,7 +559,8 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
   const size_t places = tiles > 1 ? tiles * std::min(channels + kMostChannels, 2 * channels) : 0;
   const size_t sums = op == Op::kCotangent ? tiles * channels * bytes : 0;
   const size_t chained = 512 + places * 2 * bytes + sums;
-  return std::max(general_tiling(op, outer, time, inner, state).bytes, chained);
+  const size_t piped = state == DType::kF32 ? piped_tiling(op, outer, time, inner).bytes : 0;
+  return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
 }
 
 // n channels of a longer call never need more than n times this.
@@ -492,7 +569,9 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   // channels.
   const size_t bytes = byte_size(state), tiles = divide_up(time, 8 * steps_per_thread(bytes));
   const size_t packets = std::max(4 * bytes, size_t{16} * packets_per_map(bytes));
-  return 1024 + tiles * 2 * (packets + bytes);
+  // Those of piped.cuh are shorter, and places a quarter more than channels at most.
+  const size_t piped = state == DType::kF32 ? 10 * divide_up(time, piped_steps(Op::kCotangent)) : 0;
+  return 1024 + std::max(tiles * 2 * (packets + bytes), piped);
 }
 
 }  // namespace jax_scan

@@ -21,7 +21,13 @@ from jax_scan import linear_scan
 pytestmark = pytest.mark.gpu
 
 # The kernels' names in cuda/.
-KERNELS = ("sequential_kernel", "chained_kernel", "general_kernel", "sum_over_tiles_kernel")
+KERNELS = (
+    "sequential_kernel",
+    "chained_kernel",
+    "piped_kernel",
+    "general_kernel",
+    "sum_over_tiles_kernel",
+)
 
 
 def given():

@@ -119,6 +119,31 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   }
 }
 
+void check_piped(Op op, int64_t outer, int64_t time, int64_t inner) {
+  const PipedTiling t = piped_tiling(op, outer, time, inner);
+  if (t.width == 0) return;
+  const auto holds = [&](bool what, const char* text) {
+    expect(what, text, op, outer, time, inner, DType::kF32);
+  };
+  holds(t.tile_steps == t.segments * piped_steps(op) && t.segments >= 1 &&
+            t.segments * t.width <= kPipedWalkers,
+        "threads of a piped tile");
+  holds(int64_t{t.tiles} * t.tile_steps >= time, "piped tiles cover time");
+  holds(int64_t{t.strips} * t.width >= inner && (t.strips - 1) * int64_t{t.width} < inner &&
+            t.groups == t.strips * outer,
+        "piped tiles cover channels");
+  holds(t.boxes ? t.width % 4 == 0 && inner % 4 == 0 && t.tile_steps <= 256 : t.strips == 1,
+        "boxes are what can be copied");
+  holds(t.bytes <= workspace_bytes(op, outer, time, inner, DType::kF32),
+        "workspace of the piped path");
+  const int64_t bundles = divide_up(outer * inner, kBundle);
+  const auto [blocks, team] = plan_chain(t.tiles, bundles, kPipedChainWarps, kPipedTeam, 132);
+  const int64_t turns = team == 1 ? kMostTurns : 1;
+  holds(blocks <= 8 && kPipedChainWarps % team == 0, "the chain is small");
+  holds(blocks == 0 || blocks * (kPipedChainWarps / team) * turns >= bundles,
+        "the chain carries all");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -129,7 +154,10 @@ int main(int argc, char** argv) {
   };
   for (int k = 0; k < problems; ++k) {
     const DType states[] = {DType::kF32, DType::kF64, DType::kC64, DType::kC128};
-    check(static_cast<Op>(random() % 3), pick(14), pick(20), pick(13), states[random() % 4]);
+    const Op op = static_cast<Op>(random() % 3);
+    const int64_t outer = pick(14), time = pick(20), inner = pick(13);
+    check(op, outer, time, inner, states[random() % 4]);
+    check_piped(op, outer, time, inner);
   }
   std::printf("%d of %d problems failed\n", failures, problems);
   return failures != 0;
