@@ -106,8 +106,10 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     return;
   }
 
-  const int team = thread / of_team;
-  const int column = (thread - team * of_team) * V;
+  const int team = thread / of_team, in_team = thread - team * of_team;
+  // The same channels' one of the next team.
+  const int next_warp = (team + 1 == boxes.teams ? in_team : thread + of_team) / 32;
+  const int column = in_team * V;
   const int64_t channel = first + column;
   const bool valid = column < boxes.width && channel < p.inner;
   S s[V];
@@ -200,9 +202,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
 #pragma unroll
         for (int v = 0; v < V; ++v) states[column + v] = s[v];
         __syncwarp();
-        if (thread % 32 == 0)
-          handed[(team + 1 == boxes.teams ? thread - team * of_team : thread + of_team) / 32]
-              .arrive();
+        if (thread % 32 == 0) handed[next_warp].arrive();
       }
     } else if (valid && p.final.data) {
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
 }  // namespace boxed
 
 template <Op kOp, class A, class B, class H, int kSteps>
-__global__ void __launch_bounds__(32 * kMostBoxWarps + 32)
+__global__ void __launch_bounds__(32 * kMostBoxWarps + 32, 1)
     boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
   if constexpr (kHasBulkCopies) boxed::walk_boxes<kOp, A, B, H, kSteps>(p, boxes);
 }

@@ -473,7 +473,8 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   const Input* const operands[] = {&problem.a, &problem.x, &problem.h};
   for (int k = 0; t.boxes && k < 3 && error == cudaSuccess; ++k) {
     if (operands[k]->data)
-      error = boxes_of<float>(problem, *operands[k], t.width, t.tile_steps, maps[k]);
+      error = boxes_of<float>(problem, *operands[k], t.width, t.tile_steps, maps[k],
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
   }
   if (error != cudaSuccess) return error;
   const auto kernel = piped_kernel<kOp>;

@@ -39,16 +39,12 @@ class Barrier {
                  : "memory");
   }
   __device__ void wait(uint32_t parity) const {
-    uint32_t done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{ .reg .pred p;\n\t"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-          "selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(at()), "r"(parity)
-          : "memory");
-    }
+    asm volatile(
+        "{ .reg .pred done;\n\t"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again; }" ::"r"(at()),
+        "r"(parity)
+        : "memory");
   }
   __device__ uint32_t at() const { return shared_address(&word_); }
 
@@ -89,7 +85,8 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* from, int 
 // Rows must lie in 16-byte pieces.
 template <class T>
 cudaError_t boxes_of(const Problem& p, const Input& in, int64_t width, int64_t steps,
-                     CUtensorMap& out) {
+                     CUtensorMap& out,
+                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_NONE) {
   // The driver's function, without linking to the driver.
   static const auto encode = [] {
     void* found = nullptr;
@@ -114,10 +111,9 @@ cudaError_t boxes_of(const Problem& p, const Input& in, int64_t width, int64_t s
   const cuuint64_t strides[] = {sizeof(T) * inner, sizeof(T) * inner * time};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(steps), 1};
   const cuuint32_t ones[] = {1, 1, 1};
-  const CUresult result =
-      encode(&out, kType, 3, const_cast<void*>(in.data), sizes, strides, box, ones,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&out, kType, 3, const_cast<void*>(in.data), sizes, strides, box,
+                                 ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 
