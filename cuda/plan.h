@@ -147,11 +147,10 @@ inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the c
 // with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and 0.75 instead of 0.88.
 inline constexpr int kPipedTeam = 8;
 inline constexpr int kPipedBatch = 8;
-inline constexpr int kPipedLeastInner = 8;   // fewer channels leave nothing for bulk copies
+inline constexpr int kPipedLeastInner = 8;  // fewer channels leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
-// Steps of a thread, and stages of the ring: 192 KB of operands. Forward 32 x 3 and 24 x 4 are alike,
-// and 16 x 6 is 0.02 to 0.07 of the limit slower, as tiles are shorter.
+// Steps of a thread, and stages of the ring: 192 KB of operands.
 JAX_SCAN_HD constexpr int piped_steps(Op op) { return op == Op::kCotangent ? 16 : 32; }
 JAX_SCAN_HD constexpr int piped_stages(Op op) { return op == Op::kCotangent ? 4 : 3; }
 
