@@ -520,8 +520,8 @@ def test_G4_gradients_are_fully_written():
         assert all(np.isfinite(g).all() for g in grad(a, b, h0))
 
 
-# Channels for every multiprocessor of a large GPU, whose rows lie in 16-byte pieces, (B, L, D): short
-# times, times that fill no box of 8 or 16 steps, rows that fill no strip.
+# Channels for every multiprocessor of a large GPU, whose rows lie in 16-byte pieces, (B, L, D):
+# short times, times that fill no box of 8 or 16 steps, rows that fill no strip.
 WHOLE_ROWS = [
     Case("whole rows", (60, 47, 64), h0=(60, 64)),
     Case("whole rows, one step", (61, 1, 64), h0=(61, 64)),
