@@ -170,7 +170,7 @@ def test_N2_summaries_of_many_steps(shape, dtype):
         ((2, 300, 6), (1, 300, 6)),
     ],
 )
-def test_A2_operands_that_are_shared(dtype, shapes):
+def test_operands_that_are_shared(dtype, shapes):
     """Of the factors or the inputs, over batch, channels or time."""
     of_a, of_b = shapes[0], shapes[1] or (2, 300, 6)
     a, b = factors(of_a, dtype), inputs(of_b, dtype)
@@ -183,7 +183,7 @@ def test_A2_operands_that_are_shared(dtype, shapes):
         checked(list(map(np.asarray, found)), *wide)
 
 
-def test_A2_types_that_differ():
+def test_types_that_differ():
     a, b = factors((2, 300, 6), "float32"), inputs((2, 300, 6), "bfloat16")
     checked(summary(a, b, (64,)), a, b)
     a, b = factors((2, 300, 6), "float32"), inputs((2, 300, 6), "complex64")
