@@ -3,9 +3,11 @@
 //
 // A block has neighbouring channels of one outer index, a thread one of them, or two of 16 bits.
 // One warp orders boxes as fast as slots of the ring become free, with one instruction for each
-// operand; the others take a box's steps to registers, give the slot back, run the recurrence and
-// write. Beside sequential.cuh, which copies in 16-byte pieces and so serves every layout, this
-// serves whole arrays alone: no operand is shared, there are no resets, and da is not summed.
+// operand. The others form teams, which take the boxes by turns: a team takes a box's steps to
+// registers, gives the slot back, waits for the state from the team before it, runs the recurrence,
+// hands the state on, and then writes. So all but the recurrence overlaps. Beside sequential.cuh,
+// which copies in 16-byte pieces and so serves every layout, this serves whole arrays alone: no
+// operand is shared, there are no resets, and da is not summed.
 //
 // Barriers: `full`, for each slot, that its box has come; `empty`, that all warps of the team have
 // it; `handed`, for each warp, that the state of its channels lies in `states`.

@@ -131,18 +131,20 @@ BoxedLauncher boxed_for(StreamTypes t) {
   return nullptr;
 }
 
-// Whole arrays whose rows lie in 16-byte pieces; results that two 16-bit channels are written to.
+// Whole arrays whose rows lie in 16-byte pieces, and results that are written two 16-bit channels
+// at a time.
 bool fits_boxed(const Problem& p, StreamTypes types) {
   const auto whole = [&](const Input& in) {
     return !in.data ||
            (in_pieces(p, in) && in.at.time_stride == p.inner && in.at.inner_axes == 1 &&
             (p.outer == 1 || (in.at.outer_axes == 1 && in.at.outer[0].stride == p.time * p.inner)));
   };
-  const auto in_words = [](const Output& out) {
-    return reinterpret_cast<uintptr_t>(out.data) % std::max(byte_size(out.dtype), 4) == 0;
+  const int vector = byte_size(types.b) == 2 ? 2 : 1;
+  const auto in_packs = [&](const Output& out) {
+    return reinterpret_cast<uintptr_t>(out.data) % (vector * byte_size(out.dtype)) == 0;
   };
   return p.op != Op::kTangent && !p.reset.data && !p.da_over_time && !p.da_over_runs() &&
-         p.x.data && whole(p.a) && whole(p.x) && whole(p.h) && in_words(p.y) && in_words(p.da_out);
+         p.x.data && whole(p.a) && whole(p.x) && whole(p.h) && in_packs(p.y) && in_packs(p.da_out);
 }
 
 // The problem can run in sequential.cuh, however slowly.

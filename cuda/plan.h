@@ -412,8 +412,9 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inne
   const bool cotangent = op == Op::kCotangent;
   const int64_t places = std::max(multiprocessors, 1), line = 128 / b;
   const int64_t strips = std::max(std::min(places / outer, inner / (2 * line)), int64_t{1});
+  const int64_t unit = std::max(line, int64_t{32});  // lanes read all that they can of a row
   const int64_t width =
-      std::min(divide_up(divide_up(inner, strips), line) * line, int64_t{kWidestBox});
+      std::min(divide_up(divide_up(inner, strips), unit) * unit, int64_t{kWidestBox});
   if (width < 2 * line || inner < width) return plan;
   plan.width = static_cast<int32_t>(width);
   plan.strips = static_cast<int32_t>(divide_up(inner, width));
