@@ -76,8 +76,9 @@ struct alignas(16) Map {
 template <class W>
 __device__ __forceinline__ Map<W> compose(const Map<W>& second, const Map<W>& first) {
   if (second.cut) return second;
-  return {second.a * first.a, value(Scaled<W>{second.a.m * first.b, second.a.e}) + second.b,
-          first.cut};
+  // The mantissa is below 2 in each component, so that a quarter of it makes nothing overflow.
+  const Scaled<W> through{scaled(second.a.m, 0.25) * first.b, second.a.e + 2};
+  return {second.a * first.a, value(through) + second.b, first.cut};
 }
 
 template <class T>
@@ -98,23 +99,27 @@ __device__ __forceinline__ void advance(Map<W>& map, A a, X x, bool cut, bool is
   if constexpr (kIsNarrow<A>) {
     map.a.m = map.a.m * factor;
   } else {
-    map.a = map.a * Scaled<W>{factor};
+    Scaled<W> own{factor};
+    normalise(own);
+    map.a = map.a * own;
   }
 }
 
-// log2 |x|
+// log2 |x|. Where a float, or the square of one, would lose the size, the exponent is taken apart.
 template <class T>
 __device__ __forceinline__ float log2_size(T x) {
   if constexpr (kIsComplex<T>) {
-    const auto re = static_cast<float>(x.re), im = static_cast<float>(x.im);
-    return 0.5f * __log2f(re * re + im * im);
+    Scaled<Complex128> s{load_as<Complex128>(x)};
+    normalise(s);
+    const auto re = static_cast<float>(s.m.re), im = static_cast<float>(s.m.im);
+    return static_cast<float>(s.e) + 0.5f * __log2f(re * re + im * im);
+  } else if constexpr (sizeof(T) == 8) {
+    Scaled<double> s{x};
+    normalise(s);
+    return static_cast<float>(s.e) + __log2f(fabsf(static_cast<float>(s.m)));
   } else {
     return __log2f(fabsf(load_as<float>(x)));
   }
-}
-template <>
-__device__ __forceinline__ float log2_size(double x) {
-  return __log2f(fabsf(static_cast<float>(x)));
 }
 
 // Sums of logarithms: those of all factors, and of those above 1. A cut is a factor of zero.

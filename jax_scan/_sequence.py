@@ -129,10 +129,11 @@ def sequence_parallel_scan(
     rounding, with four exceptions. Over several devices and without `h0` the first factor is read;
     it must be finite. A state that is not zero passes a device's steps as A s + H, where A is the
     product of their factors and H what they make of zero: where A overflows, so does the result,
-    and an infinite state may become a NaN. A state that overflows inside of these steps is infinite
-    there alone if A s + H is finite. And what is not finite does not pass a device's steps if A has
-    underflowed: after a NaN or an infinity h is, on the device that it is on, what it is in
-    `linear_scan`, and on the devices after that as if there had been none.
+    where it underflows, a state counts as nothing, and an infinite state may become a NaN. A state
+    that overflows inside of these steps is infinite there alone if A s + H is finite. And what is
+    not finite does not pass a device's steps if A has underflowed: after a NaN or an infinity h is,
+    on the device that it is on, what it is in `linear_scan`, and on the devices after that as if
+    there had been none.
 
     Cost: the value takes one all-gather of A and H, two numbers per channel (index of all axes but
     time) and device, the gradient one reduce-scatter of one number per channel and device. Over

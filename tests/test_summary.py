@@ -244,6 +244,20 @@ def test_N1_what_does_not_make_a_product_vanish(value):
     assert np.isnan(product[0, 0, 2]) == np.isnan(value)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [("float32", 1e-37), ("complex64", 1e-30), ("float64", 1e-200), ("complex128", 1e-200)],
+)
+def test_N1_a_tiny_factor_does_not_forget(dtype, factor):
+    """A large state before it would still make a difference."""
+    a, b = np.full((1, 512, 4), 0.9999, dtype), np.zeros((1, 512, 4), dtype)
+    a[:, 500] = factor
+    b[:, 300] = 1 / factor
+    product, result = summary(a, b, (128, 256))
+    assert (product != 0).all()
+    checked((product, result), a, b)
+
+
 def test_N1_a_factor_of_zero_forgets():
     a, b = np.full((1, 512, 4), 0.9999, np.float32), np.ones((1, 512, 4), np.float32)
     a[:, 500] = 0
