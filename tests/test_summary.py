@@ -151,6 +151,7 @@ def test_E2_summaries(dtype, reverse):
         checked(summary(a, b, prefixes, reverse), a, b, reverse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((1, 10**6, 3), "float32"), ((1, 300_001, 8), "float64")]
 )
@@ -192,6 +193,7 @@ def test_types_that_differ():
     checked((product, result), a.astype(np.complex64), b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex128"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("within", [0, 1, 2])
@@ -321,6 +323,7 @@ def test_T1_summaries_under_vmap(mapped):
             np.testing.assert_allclose(x[k], y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_S3_how_far_a_state_reaches(dtype, reverse):
@@ -380,6 +383,7 @@ def test_S3_states_reach_to_resets(where):
     assert wide.shape[0] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("forgets", [False, True])
