@@ -82,7 +82,7 @@ def gradients(scan: Callable[..., jax.Array], a: Any, b: Any, g: Any) -> tuple[j
     return h, *pull_back(g)
 
 
-# Between which factors lie: states are forgotten within 1024 steps, within 8192, or not at all.
+# Between which factors lie: states are forgotten within 1024 steps, within 16384, or not at all.
 _FACTORS = ((0.6, 1.0), (0.97, 0.99), (0.9999, 1.0))
 
 

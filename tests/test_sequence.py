@@ -891,7 +891,6 @@ def test_S3_what_is_sent_does_not_depend_on_what_is_forgotten(monkeypatch):
     _sequence._mapped.cache_clear()
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="see docs/sharding.md: XLA copies h")
 @pytest.mark.usefixtures("short_prefixes")
 def test_S3_no_decision_copies_h():
     """Of the arrays of a device there is none that is neither an argument nor a result."""
