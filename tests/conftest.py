@@ -22,6 +22,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="of a test's sets of parameters, N spread evenly"
+    )
+
+
 def pytest_report_header() -> str:
     import jax_scan
 
@@ -29,14 +35,32 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if sample := config.getoption("sample"):
+        _deselect(config, items, _beyond(items, sample))
     if jax.default_backend() == "gpu":
         return
     if os.environ.get("JAX_SCAN_TEST_GPU") == "1":
         raise pytest.UsageError("JAX_SCAN_TEST_GPU=1, but JAX finds no GPU")
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    _deselect(config, items, {item for item in items if item.get_closest_marker("gpu")})
+
+
+def _beyond(items: list[pytest.Item], sample: int) -> set[pytest.Item]:
+    """All but `sample` sets of parameters of each test, from the first to the last."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {
+        item
+        for test in tests.values()
+        for k, item in enumerate(test)
+        if k * sample // len(test) == (k - 1) * sample // len(test)
+    }
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left: set[pytest.Item]) -> None:
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session")
