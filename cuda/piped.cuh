@@ -464,14 +464,23 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   }
 }
 
-// Hides how a pointer comes about, or each one's way from the first one would be computed anew.
-template <class E>
-__device__ __forceinline__ E* step_on(E* place, int64_t by) {
-  place += by;
-  asm volatile("" : "+l"(place));
-  __builtin_assume(__isGlobal(place));
-  return place;
-}
+// Where results go, step by step. It hides how each address comes about: else all would be computed
+// anew from the first one.
+class Place {
+ public:
+  __device__ explicit Place(const void* first) : address_(__cvta_generic_to_global(first)) {}
+  template <class T>
+  __device__ __forceinline__ void put(T value) const {
+    *static_cast<T*>(__cvta_global_to_generic(address_)) = value;
+  }
+  __device__ __forceinline__ void step(int64_t bytes) {
+    address_ += bytes;
+    asm volatile("" : "+l"(address_));
+  }
+
+ private:
+  size_t address_;
+};
 
 // Eight warps: the steps of all tiles.
 template <class T, class F>
@@ -524,8 +533,8 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     const int64_t out_jump = p.descending() ? -p.inner : p.inner;
     S s[V] = {};
     const auto run = [&] {
-      Y* y = static_cast<Y*>(p.y.data) + offset;
-      [[maybe_unused]] A* da = static_cast<A*>(p.da_out.data) + offset;
+      Place y(static_cast<Y*>(p.y.data) + offset);
+      [[maybe_unused]] Place da(static_cast<A*>(p.da_out.data) + offset);
       const bool write_y = !T::kCotangent || p.y.data;
       [[maybe_unused]] const bool write_da = uses_h && p.da_out.data;
       for_chunks<T>(mine.count, special, [&](int begin, auto count, auto plain) {
@@ -558,11 +567,11 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
             y_pack.v[v] = store_as<Y>(out.y);
             if constexpr (T::kCotangent) da_pack.v[v] = store_as<A>(out.da_out);
           }
-          if (write_y) *reinterpret_cast<Pack<Y, V>*>(y) = y_pack;
-          y = step_on(y, out_jump);
+          if (write_y) y.put(y_pack);
+          y.step(out_jump * sizeof(Y));
           if constexpr (T::kCotangent) {
-            if (write_da) *reinterpret_cast<Pack<A, V>*>(da) = da_pack;
-            da = step_on(da, out_jump);
+            if (write_da) da.put(da_pack);
+            da.step(out_jump * sizeof(A));
           }
         }
       });
