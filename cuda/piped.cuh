@@ -362,22 +362,27 @@ __device__ __forceinline__ uint32_t find_cuts(const Problem& p, const PipedTilin
 
 // Calls f(k, count, plain), the last two as types, for steps k, k + 1, ... of the thread's. Of
 // kSteps steps it gets a chunk at a time, and plain ones where `special`, which is the same for a
-// warp, has no bit; else one at a time.
+// warp, has no bit; else one at a time. What has no special steps at all is a loop of its own:
+// with a branch in it (1,1048576,64) in float32 is 0.87 of the limit forward on an H200, not 0.89.
 template <class T, class F>
 __device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
-  if (count == T::kSteps) {
+  constexpr int kChunk = T::kChunk;
+  constexpr std::integral_constant<int, kChunk> chunk;
+  if (count != T::kSteps) {
 #pragma unroll 1
-    for (int k = 0; k < T::kSteps; k += T::kChunk) {
-      const auto chunk = std::integral_constant<int, T::kChunk>{};
-      if ((special >> k & ((1u << T::kChunk) - 1)) == 0) {
+    for (int k = 0; k < count; ++k) f(k, std::integral_constant<int, 1>{}, std::false_type{});
+  } else if (special == 0) {
+#pragma unroll 1
+    for (int k = 0; k < T::kSteps; k += kChunk) f(k, chunk, std::true_type{});
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < T::kSteps; k += kChunk) {
+      if ((special >> k & ((1u << kChunk) - 1)) == 0) {
         f(k, chunk, std::true_type{});
       } else {
         f(k, chunk, std::false_type{});
       }
     }
-  } else {
-#pragma unroll 1
-    for (int k = 0; k < count; ++k) f(k, std::integral_constant<int, 1>{}, std::false_type{});
   }
 }
 
@@ -519,9 +524,10 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
         entering = init_of(flat + thread);
       } else {
         const Packet<S>* last = mail.at(at.index - 1, flat + thread);
+        const bool looks_back = t.looks_back && !p.reset.data && at.index >= kLookBack;
         Packet<S> packet;
         do {
-          packet = receive(last);
+          packet = looks_back ? look_back(last) : receive(last);
         } while (!packet.is(Sent::kState));
         entering = packet.state();
       }

@@ -147,6 +147,13 @@ inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the c
 // with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and 0.75 instead of 0.88.
 inline constexpr int kPipedTeam = 8;
 inline constexpr int kPipedBatch = 8;
+// Tiles across channels with which blocks look for a state in the places of the last kLookBack
+// tiles: with fewer of them the chain is further behind, with more it is not behind at all, and
+// looks only take time. (1,65536,256) in float64 (16 of them) 0.885 0.915 of the limit instead of
+// 0.86 0.89, (4,16384,512) in bfloat16 (32) 0.818 0.856 instead of 0.811 0.85, but in float32 (64)
+// 0.905 0.891 instead of 0.905 0.902, (8,2048,2048) in complex64 (256) 0.83 0.825 instead of 0.89
+// 0.89. With resets, where maps come later, they lose as much as they gain.
+inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
@@ -210,6 +217,7 @@ struct PipedTiling {
   uint32_t strips;     // tiles across inner indices
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
+  bool looks_back;     // for a state, to the last tiles, unless there are resets
   uint32_t chain_blocks;
   int32_t chain_team;
   size_t bytes;  // the workspace: a counter of the tiles handed out, the tiles' places
@@ -237,6 +245,7 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, i
   t.strips = static_cast<uint32_t>(strips);
   t.tiles = static_cast<uint32_t>(tiles);
   t.groups = static_cast<uint32_t>(groups);
+  t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
   t.bytes = kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes();
@@ -539,7 +548,9 @@ struct ClusterPlan {
 };
 
 // Beyond so many bytes of an operand for each multiprocessor, other paths are faster: on an H200 up
-// to (1,2048,1024) in fp32.
+// to (1,2048,1024) in fp32. 16 bits count as 32: of the limit, (4,2048,256) in bf16 0.38 0.66 here
+// and 0.28 0.50 in piped.cuh, but (1,8192,512) 0.47 0.55 and 0.50 0.61, (8,2500,200) 0.22 0.28 and
+// 0.45 0.54.
 inline constexpr int64_t kClusterBytes = 64 * 1024;
 
 // The pieces of rows that a block may take, and how large a cluster is then worth having, best
@@ -559,7 +570,7 @@ inline constexpr Pieces kPieces[] = {{128, 8}, {64, 8}, {64, 16}, {32, 8}, {32, 
 constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps, int bytes,
                                    int64_t channels, int64_t time, int multiprocessors,
                                    int most_ranks) {
-  if (channels * time * bytes > multiprocessors * kClusterBytes) return {};
+  if (channels * time * std::max(bytes, 4) > multiprocessors * kClusterBytes) return {};
   for (const Pieces& pieces : kPieces) {
     // Lines in large clusters gain nothing over chained.cuh.
     if (line && pieces.ranks > kPortableRanks) break;
