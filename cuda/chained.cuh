@@ -393,8 +393,8 @@ class Share {
         // A select: a NaN before the cut ends there, and the bound would not tell of it.
         map[c].lost = cut ? S(0) : mul_add(in.a, map[c].lost, composed.lost);
         map[c].a = cut ? S(0) : composed.rounded;
-        bound[c].a = larger(bound[c].a, magnitude(map[c].a));
-        bound[c].b = larger(bound[c].b, magnitude(map[c].b));
+        bound[c].a = larger<S>(bound[c].a, magnitude(map[c].a));
+        bound[c].b = larger<S>(bound[c].b, magnitude(map[c].b));
       }
     }
   }
@@ -502,17 +502,6 @@ class Share {
   template <bool kDescending>
   static __device__ constexpr int element(int e) {
     return Layout::kLine && kDescending ? kElements - 1 - e : e;
-  }
-  // A NaN is not larger: what it spoils stays spoilt without us. But a product of complex numbers
-  // may be one because it has overflowed, and that must be told.
-  static __device__ __forceinline__ Real<S> larger(Real<S> x, Real<S> y) {
-    if constexpr (!std::is_same_v<S, Real<S>>) {
-      return y <= x || x != x ? x : y;
-    } else if constexpr (sizeof(S) == 4) {
-      return fmaxf(x, y);
-    } else {
-      return fmax(x, y);
-    }
   }
 
   const Problem& p_;

@@ -390,8 +390,8 @@ class Segment {
           const Product<S> composed = product(a, map[c].a);
           map[c].lost = cut ? S(0) : mul_add(a, map[c].lost, composed.lost);
           map[c].a = cut ? S(0) : composed.rounded;
-          bound[c].a = larger(bound[c].a, magnitude(map[c].a));
-          bound[c].b = larger(bound[c].b, magnitude(map[c].b));
+          bound[c].a = larger<S>(bound[c].a, magnitude(map[c].a));
+          bound[c].b = larger<S>(bound[c].b, magnitude(map[c].b));
         }
       }
     }
@@ -530,10 +530,6 @@ class Segment {
   __device__ S h0(int c) const {
     return static_cast<const S*>(p_.h0.data)[offset_of(p_.h0, {at_.o, at_.i + c}, 0)];
   }
-
-  // A NaN is not larger: what it spoils stays spoilt without us.
-  static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
-  static __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 
   const Args& p_;
   const Channel at_;

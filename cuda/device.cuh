@@ -169,6 +169,19 @@ __device__ __forceinline__ Affine<R> bound_of_both(Affine<R> second, Composed<S>
           of_first.b + (magnitude(first.b) * second.a + second.b)};
 }
 
+// The larger one of two bounds. A NaN is not larger: what it spoils stays spoilt without us. But a
+// product of complex numbers may be one because it has overflowed, and that must be told.
+template <class S>
+__device__ __forceinline__ Real<S> larger(Real<S> x, Real<S> y) {
+  if constexpr (!std::is_same_v<S, Real<S>>) {
+    return y <= x || x != x ? x : y;
+  } else if constexpr (sizeof(S) == 4) {
+    return fmaxf(x, y);
+  } else {
+    return fmax(x, y);
+  }
+}
+
 // The least of what a warp's lanes have.
 __device__ __forceinline__ int least_of_warp(int value) {
 #if __CUDA_ARCH__ >= 800
@@ -176,6 +189,18 @@ __device__ __forceinline__ int least_of_warp(int value) {
 #else
   for (int delta = 16; delta > 0; delta /= 2) {
     value = min(value, __shfl_xor_sync(0xffffffffu, value, delta));
+  }
+  return value;
+#endif
+}
+
+// The bits that any of a warp's lanes has.
+__device__ __forceinline__ uint32_t bits_of_warp(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_or_sync(0xffffffffu, value);
+#else
+  for (int delta = 16; delta > 0; delta /= 2) {
+    value |= __shfl_xor_sync(0xffffffffu, value, delta);
   }
   return value;
 #endif

@@ -300,24 +300,69 @@ ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
 }
 
 // Row-major with no gaps, and from 16 bytes on.
-bool contiguous(const Problem& p, const Input& in) {
+bool contiguous(const Problem& p, const Input& in, DType expected) {
   if (!in.data) return true;
   const auto is = [](int axes, const Broadcast::Axis& axis, int64_t size, int64_t stride) {
     return size == 1 || (axes == 1 && axis.stride == stride);
   };
-  return in.dtype == DType::kF32 && aligned(in.data) &&
+  return in.dtype == expected && aligned(in.data) &&
          (p.time == 1 || in.at.time_stride == p.inner) &&
          is(in.at.inner_axes, in.at.inner[0], p.inner, 1) &&
          is(in.at.outer_axes, in.at.outer[0], p.outer, p.time * p.inner);
 }
 
-// The problem is one for piped.cuh.
-bool fits_piped(const Problem& p) {
-  const auto is_state = [](const Output& out) { return !out.data || out.dtype == DType::kF32; };
-  return p.op != Op::kTangent && p.state == DType::kF32 && !p.reset.data && !p.da_over_time &&
-         p.a.data && p.x.data && is_state(p.y) && is_state(p.da_out) && contiguous(p, p.a) &&
-         contiguous(p, p.x) && contiguous(p, p.h) && (p.y.data || p.op == Op::kCotangent) &&
+// Resets that are the same for all inner indices, in lines from 16 bytes on.
+bool in_reset_lines(const Problem& p) {
+  const Broadcast& at = p.reset.at;
+  return !p.reset.data || (aligned(p.reset.data) && at.outer_axes <= 1 && at.inner_axes <= 1 &&
+                           at.inner[0].stride == 0 && (p.time == 1 || at.time_stride == 1));
+}
+
+// The problem is one for piped.cuh, with `vector` channels to a thread.
+bool fits_piped(const Problem& p, StreamTypes types, int vector) {
+  const bool cotangent = p.op == Op::kCotangent;
+  const DType x = cotangent ? types.h : types.b, y = cotangent ? types.b : types.h;
+  const auto is = [&](const Output& out, DType type) {
+    const auto bytes = static_cast<uintptr_t>(vector * byte_size(type));
+    return !out.data || (out.dtype == type && reinterpret_cast<uintptr_t>(out.data) % bytes == 0);
+  };
+  return p.op != Op::kTangent && !p.da_over_time && p.a.data && p.x.data &&
+         p.inner >= kPipedLeastLanes * vector && p.inner % vector == 0 && is(p.y, y) &&
+         is(p.da_out, types.a) && contiguous(p, p.a, types.a) && contiguous(p, p.x, x) &&
+         contiguous(p, p.h, types.h) && in_reset_lines(p) && (p.y.data || cotangent) &&
          (p.h.data || !p.da_out.data);
+}
+
+using PipedLauncher = cudaError_t (*)(const Problem&, const Device&, void*, cudaStream_t);
+
+// The kernel of piped.cuh that the problem fits, if there is one.
+PipedLauncher piped_for(const Problem& p, StreamTypes t) {
+  if (state_of(t.b) != p.state || t.b != t.h) return nullptr;
+  const bool pairs = fits_piped(p, t, 2);
+  if (!fits_piped(p, t, 1)) return nullptr;
+  if (t.a != t.b) {
+    const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
+    return !mixed  ? nullptr
+           : pairs ? launch_piped<float, BFloat16, BFloat16, 2>
+                   : launch_piped<float, BFloat16, BFloat16, 1>;
+  }
+  switch (t.a) {
+    case DType::kF32:
+      return launch_piped<float, float, float, 1>;
+    case DType::kF16:
+      return pairs ? launch_piped<Float16, Float16, Float16, 2>
+                   : launch_piped<Float16, Float16, Float16, 1>;
+    case DType::kBF16:
+      return pairs ? launch_piped<BFloat16, BFloat16, BFloat16, 2>
+                   : launch_piped<BFloat16, BFloat16, BFloat16, 1>;
+    case DType::kF64:
+      return launch_piped<double, double, double, 1>;
+    case DType::kC64:
+      return launch_piped<Complex64, Complex64, Complex64, 1>;
+    case DType::kC128:
+      break;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -390,9 +435,9 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     }
   }
   if (path == Path::kCluster) return cudaErrorNotSupported;
-  if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9 &&
-      fits_piped(p)) {
-    const cudaError_t queued = launch_piped(p, device, workspace, stream);
+  if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9) {
+    const PipedLauncher piped = piped_for(p, types);
+    const cudaError_t queued = piped ? piped(p, device, workspace, stream) : cudaErrorNotSupported;
     if (queued != cudaErrorNotSupported || path == Path::kPiped) return queued;
   }
   if (path == Path::kPiped) return cudaErrorNotSupported;

@@ -71,7 +71,8 @@ cudaError_t launch_chained(const Problem& problem, const Device& device, void* w
 template <class A, class B, class H, class Layout, int kSteps>
 cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
 
-// Scan and cotangent in float32, of operands that lie in full and contiguous.
+// Scan and cotangent of operands that lie in full and contiguous; a thread holds kVector channels.
+template <class A, class B, class H, int kVector>
 cudaError_t launch_piped(const Problem& problem, const Device& device, void* workspace,
                          cudaStream_t stream);
 

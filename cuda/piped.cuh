@@ -1,5 +1,5 @@
 // The single pass over memory that is parallel in time as a pipeline through a multiprocessor's
-// shared memory: for few channels of float32 in rows, from compute capability 9.0 on.
+// shared memory: for few channels in rows, from compute capability 9.0 on.
 //
 // Time is cut into tiles as in chained.cuh, and states go from tile to tile through the same chain
 // (chain.cuh). There a block reads a tile, composes its map, waits for the state, and runs the
@@ -12,11 +12,16 @@
 // No map waits for a state, so that what is read ahead is limited by shared memory alone, and a
 // state's way through the chain and back is hidden behind the tiles that follow.
 //
-// A thread walks kSteps consecutive steps of one channel, neighbours neighbouring channels; with
-// fewer channels than threads the tile's time is divided into segments, whose maps are composed in
-// shared memory. Whether a map may be applied to a state is settled as in chained.cuh: if not, the
-// segments of that channel take turns, in order, and send the state that comes out. All blocks have
-// tiles in order, so that the first tile without its state is one that some block runs next.
+// A thread walks kSteps consecutive steps of one channel, or of two that are neighbours, in 16
+// bits; neighbours neighbouring channels. With fewer channels than threads the tile's time is
+// divided into segments, whose maps are composed in shared memory. Whether a map may be applied to
+// a state is settled as in chained.cuh: if not, the segments of that channel take turns, in order,
+// and send the state that comes out. All blocks have tiles in order, so that the first tile without
+// its state is one that some block runs next.
+//
+// Resets that are the same for all inner indices come with a tile, a byte for each of its times.
+// Threads of one segment share its cuts, a bit for each step. Where no lane of a warp has any
+// within a few steps, these run without.
 #pragma once
 
 #include "cuda/chain.cuh"
@@ -55,21 +60,81 @@ __device__ __forceinline__ bool meet_or(bool mine) {
   return any != 0;
 }
 
-template <Op kOp>
+// The types of a, x, h, y and da_out, and a thread's share of a tile: kSteps steps of kVector
+// neighbouring channels.
+template <Op kOp_, class A_, class B, class H_, int kVector_>
+struct Types {
+  static constexpr Op kOp = kOp_;
+  static constexpr bool kCotangent = kOp == Op::kCotangent;
+  using A = A_;
+  using X = std::conditional_t<kCotangent, H_, B>;
+  using H = H_;
+  using Y = std::conditional_t<kCotangent, B, H_>;
+  using S = StateOf<B>;
+  using R = Real<S>;
+  static_assert(sizeof(B) == sizeof(H));
+  static constexpr int kVector = kVector_;
+  static constexpr PipedKernel kKernel =
+      piped_kernel(sizeof(A), sizeof(B), !std::is_same_v<S, R>, kVector);
+  static constexpr int kSteps = kKernel.ring(kOp).steps;
+  static constexpr int kStages = kKernel.ring(kOp).stages;
+  // Steps whose operands are in registers at a time.
+  static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kSteps / 2;
+  static_assert(kSteps % kChunk == 0 && kSteps <= 32);
+};
+
+// What a thread has of a row: neighbouring channels, read in one access.
+template <class E, int V>
+struct Channels {
+  Pack<E, V> pack;
+  template <class S>
+  __device__ __forceinline__ S at(int v) const {
+    return load_as<S>(pack.v[v]);
+  }
+};
+// As one word: as two numbers of 16 bits it would be taken apart with more instructions.
+template <class E>
+  requires(sizeof(E) == 2)
+struct Channels<E, 2> {
+  uint32_t word;
+  template <class S>
+  __device__ __forceinline__ S at(int v) const {
+    if constexpr (std::is_same_v<E, BFloat16>) {
+      return S(__uint_as_float(v == 0 ? word << 16 : word & 0xffff0000u));
+    } else {
+      return load_as<S>(E{static_cast<uint16_t>(word >> (16 * v))});
+    }
+  }
+};
+
+// Elements of T in 16 bytes, the unit of bulk copies.
+template <class T>
+inline constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
 struct Shared {
-  static constexpr int kSteps = piped_steps(kOp), kStages = piped_stages(kOp);
-  static constexpr int kOperands = kOp == Op::kCotangent ? 3 : 2;  // a, x, h
-  // Room for up to three elements before a run, and to begin where boxes may.
+  static constexpr int kElements = kPipedWalkers * T::kVector * T::kSteps;
+  // Room for what lies before a run in its first 16 bytes, and behind it in its last; and to begin
+  // where boxes may.
+  template <class E>
   struct alignas(128) Slots {
-    float of[kPipedWalkers * kSteps + 32];
+    E of[kElements + 2 * kPiece<E>];
   };
-  Slots slots[kOperands][kStages];
-  Composed<float> before[kStages][kPipedWalkers];  // the map of the segments before a thread's
-  bool certain[kStages][kPipedWalkers];            // [column]: the tile's map does
-  Affine<float> bounds[2][kPipedWalkers];          // by turns
-  float carry[2][kPipedWalkers];                   // [column], by turns: the state that enters
-  uint32_t ticket[kStages];
-  Barrier full[kStages], mapped[kStages], empty[kStages];
+  struct None {};
+  static constexpr int kSegments = kPipedWalkers / kPipedLeastLanes;
+  static constexpr int kMaps = kPipedWalkers * T::kVector;  // [segment][column]
+  using S = typename T::S;
+
+  Slots<typename T::A> a[T::kStages];
+  Slots<typename T::X> x[T::kStages];
+  std::conditional_t<T::kCotangent, Slots<typename T::H>, None> h[T::kStages];
+  alignas(16) uint8_t resets[T::kStages][kSegments * T::kSteps + 2 * 16];
+  Composed<S> before[T::kStages][kMaps];    // the map of the segments before this one
+  Affine<typename T::R> bounds[2][kMaps];   // by turns
+  S carry[2][kPipedWalkers];                // [column], by turns: the state that enters
+  bool certain[T::kStages][kPipedWalkers];  // [column]: the tile's map does
+  uint32_t ticket[T::kStages];
+  Barrier full[T::kStages], mapped[T::kStages], empty[T::kStages];
 };
 
 // The stages in turn.
@@ -110,59 +175,92 @@ __device__ __forceinline__ int64_t to_past(const Problem& p) {
   return p.descending() ? -p.inner : p.inner;
 }
 
-// A thread's share of a tile: `count` steps of one channel, from the tile's step s0 on.
-template <Op kOp>
+// The elements from `begin` to `end` of an array of `all` as a bulk copy: whole 16 bytes within the
+// array. They may begin before it, and end behind it.
+template <class T>
+struct Run {
+  int64_t base, from;  // where slots begin, and what is copied to them
+  uint32_t bytes;
+  __device__ Run(int64_t begin, int64_t end, int64_t all) {
+    base = floor(begin);
+    from = max(base, int64_t{0});
+    const int64_t to = min(floor(end + kPiece<T> - 1), floor(all));
+    bytes = to > from ? static_cast<uint32_t>((to - from) * sizeof(T)) : 0;
+  }
+  __device__ void copy(T* slots, const void* data, const Barrier& arrival) const {
+    if (bytes == 0) return;
+    copy_run(slots + (from - base), static_cast<const T*>(data) + from, bytes, arrival);
+  }
+  static __device__ int64_t floor(int64_t n) { return n & ~int64_t{kPiece<T> - 1}; }
+  // Of an element in the slots.
+  static __device__ int shift(int64_t begin) { return static_cast<int>(begin & (kPiece<T> - 1)); }
+};
+
+// The resets of an outer index from time 0 on, and all that lie in memory.
+struct Resets {
+  int64_t begin, all;
+  __device__ Resets(const Problem& p, uint32_t o) {
+    const int64_t stride = p.reset.at.outer[0].stride;  // 0 without an outer axis
+    begin = o * stride;
+    all = (p.outer - 1) * stride + p.time;
+  }
+};
+
+// A thread's share of a tile: `count` steps of its channels, from the tile's step s0 on.
+template <class T>
 struct Share {
+  static constexpr int V = T::kVector;
   int segment, column;
-  int s0, count, first, jump;  // `first`, `jump`: in an operand's slots
-  bool active, owner;          // it has a channel; it speaks for it
+  int s0, count, first, jump;  // `first`, `jump`: in an operand's slots, in rows of V
+  bool active;                 // it has channels
   bool followed;               // by another tile
   int h_first;                 // the step at which the recurrence of h begins, or -1
-  uint32_t flat;               // the channel
-  float *a, *x, *h;
+  Channels<typename T::A, V>* a;
+  Channels<typename T::X, V>* x;
+  Channels<typename T::H, V>* h;
 
-  __device__ Share(Shared<kOp>& shared, const Problem& p, const PipedTiling& t, const Tile& at,
+  __device__ Share(Shared<T>& shared, const Problem& p, const PipedTiling& t, const Tile& at,
                    int stage) {
-    constexpr int kSteps = piped_steps(kOp);
     const int thread = threadIdx.x % kPipedWalkers;
     const bool descending = p.descending();
-    segment = thread / t.width;
-    column = thread - segment * t.width;
+    segment = thread / t.lanes;
+    column = (thread - segment * t.lanes) * V;
     active = segment < t.segments && column < at.columns;
-    owner = active && segment == 0;
     followed = at.index + 1 < t.tiles;
-    s0 = segment * kSteps;
-    count = active ? max(min(at.rows - s0, kSteps), 0) : 0;
-    h_first = kOp == Op::kCotangent && !followed && s0 + count == at.rows ? count - 1 : -1;
-    flat = at.o * static_cast<uint32_t>(p.inner) + at.i + column;
-    const int pitch = t.boxes ? t.width : static_cast<int>(p.inner);
-    const int last_row = (t.boxes ? t.tile_steps : at.rows) - 1;
-    first = (descending ? last_row - s0 : s0) * pitch + column;
-    jump = descending ? -pitch : pitch;
-    // A run is copied from the 16 bytes on in which it begins.
-    const int64_t begin = at.begin(p);
-    const int shift = t.boxes ? 0 : static_cast<int>(begin & 3);
-    a = shared.slots[0][stage].of + shift + first;
-    x = shared.slots[1][stage].of + shift + first;
-    h = nullptr;
-    if constexpr (kOp == Op::kCotangent) {
-      const int h_shift = t.boxes ? 0 : static_cast<int>((begin + to_past(p)) & 3);
-      h = shared.slots[2][stage].of + h_shift + first;
+    s0 = segment * T::kSteps;
+    count = active ? max(min(at.rows - s0, T::kSteps), 0) : 0;
+    if constexpr (T::kCotangent) {
+      h_first = !followed && s0 + count == at.rows ? count - 1 : -1;
+    } else {
+      h_first = at.index == 0 && segment == 0 ? 0 : -1;
     }
+    const int pitch = (t.boxes ? t.width : static_cast<int>(p.inner)) / V;
+    const int last_row = (t.boxes ? t.tile_steps : at.rows) - 1;
+    first = (descending ? last_row - s0 : s0) * pitch + column / V;
+    jump = descending ? -pitch : pitch;
+    const int64_t begin = at.begin(p);
+    a = slots_of(shared.a[stage].of, t, begin);
+    x = slots_of(shared.x[stage].of, t, begin);
+    if constexpr (T::kCotangent) h = slots_of(shared.h[stage].of, t, begin + to_past(p));
+  }
+  // The first step's. A run is copied from the 16 bytes on in which it begins.
+  template <class E>
+  __device__ Channels<E, V>* slots_of(E* slots, const PipedTiling& t, int64_t begin) const {
+    return reinterpret_cast<Channels<E, V>*>(slots + (t.boxes ? 0 : Run<E>::shift(begin))) + first;
   }
 };
 
 // One thread: takes tiles, and has them copied.
-template <Op kOp>
-__device__ void read_tiles(Shared<kOp>& shared, const Problem& p, const PipedTiling& t,
+template <class T>
+__device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTiling& t,
                            const CUtensorMap* a_map, const CUtensorMap* x_map,
                            const CUtensorMap* h_map, unsigned* counter) {
-  const bool uses_h = kOp == Op::kCotangent && p.h.data;
+  using A = typename T::A;
+  using X = typename T::X;
+  using H = typename T::H;
+  const bool uses_h = T::kCotangent && p.h.data;
   const int past = p.descending() ? -1 : 1;  // see to_past()
-  const auto* a = static_cast<const float*>(p.a.data);
-  const auto* x = static_cast<const float*>(p.x.data);
-  const auto* h = static_cast<const float*>(p.h.data);
-  for (Turn<piped_stages(kOp)> turn;; turn.next()) {
+  for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.empty[stage].wait(turn.parity ^ 1);           // which a new barrier does not wait for
     const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
@@ -173,128 +271,195 @@ __device__ void read_tiles(Shared<kOp>& shared, const Problem& p, const PipedTil
       return;
     }
     const Tile at(p, t, ticket);
-    float* const to_h = shared.slots[kOp == Op::kCotangent ? 2 : 1][stage].of;
+    const Resets resets(p, at.o);
+    const int64_t first_reset = resets.begin + at.low;
+    const Run<uint8_t> reset(first_reset, first_reset + at.rows, resets.all);
+    const uint32_t reset_bytes = p.reset.data ? reset.bytes : 0;
     if (t.boxes) {
       // The last tile of a descending walk reaches below time 0.
       const int low = static_cast<int>(p.descending() ? at.low + at.rows - t.tile_steps : at.low);
-      const uint32_t bytes = sizeof(float) * t.width * t.tile_steps;
-      arrival.arrive_and_expect((uses_h ? 3 : 2) * bytes);
-      copy_box(shared.slots[0][stage].of, a_map, at.i, low, at.o, arrival);
-      copy_box(shared.slots[1][stage].of, x_map, at.i, low, at.o, arrival);
-      if (uses_h) copy_box(to_h, h_map, at.i, low + past, at.o, arrival);
+      const int bytes = sizeof(A) + sizeof(X) + (uses_h ? sizeof(H) : 0);
+      arrival.arrive_and_expect(t.width * t.tile_steps * bytes + reset_bytes);
+      copy_box(shared.a[stage].of, a_map, at.i, low, at.o, arrival);
+      copy_box(shared.x[stage].of, x_map, at.i, low, at.o, arrival);
+      if constexpr (T::kCotangent) {
+        if (uses_h) copy_box(shared.h[stage].of, h_map, at.i, low + past, at.o, arrival);
+      }
     } else {
-      // In whole 16 bytes within the array. Those of h begin a row before it at the first tile, and
-      // end a row behind it at the last.
-      const auto floor4 = [](int64_t n) { return n & ~int64_t{3}; };
+      // h begins a row before the array at the first tile, and ends a row behind it at the last.
       const int64_t begin = at.begin(p), end = begin + at.rows * p.inner;
-      const int64_t whole = floor4(p.channels() * p.time);
-      const int64_t from = floor4(begin), to = min(floor4(end + 3), whole);
-      const int64_t h_base = floor4(begin + to_past(p)), h_from = max(h_base, int64_t{0});
-      const int64_t h_to = min(floor4(end + to_past(p) + 3), whole);
-      const auto bytes = static_cast<uint32_t>(sizeof(float) * (to - from));
-      const auto h_bytes =
-          static_cast<uint32_t>(uses_h && h_to > h_from ? sizeof(float) * (h_to - h_from) : 0);
-      arrival.arrive_and_expect(2 * bytes + h_bytes);
-      copy_run(shared.slots[0][stage].of, a + from, bytes, arrival);
-      copy_run(shared.slots[1][stage].of, x + from, bytes, arrival);
-      if (h_bytes > 0) copy_run(to_h + (h_from - h_base), h + h_from, h_bytes, arrival);
+      const int64_t ahead = to_past(p), all = p.channels() * p.time;
+      const Run<A> a(begin, end, all);
+      const Run<X> x(begin, end, all);
+      const Run<H> h(begin + ahead, end + ahead, all);
+      arrival.arrive_and_expect(a.bytes + x.bytes + (uses_h ? h.bytes : 0) + reset_bytes);
+      a.copy(shared.a[stage].of, p.a.data, arrival);
+      x.copy(shared.x[stage].of, p.x.data, arrival);
+      if constexpr (T::kCotangent) {
+        if (uses_h) h.copy(shared.h[stage].of, p.h.data, arrival);
+      }
     }
+    if (reset_bytes > 0) reset.copy(shared.resets[stage], p.reset.data, arrival);
   }
 }
 
 // What bulk copies could not bring to a thread's slots.
-template <Op kOp>
+template <class T>
 __device__ __forceinline__ void complete(const Problem& p, const PipedTiling& t, const Tile& at,
-                                         const Share<kOp>& mine) {
-  const bool uses_h = kOp == Op::kCotangent && p.h.data;
+                                         const Share<T>& mine) {
+  constexpr int V = T::kVector;
+  const bool uses_h = T::kCotangent && p.h.data;
   // The last elements of an array whose size is not a multiple of 16 bytes.
-  const int64_t n = p.channels() * p.time, whole = n & ~int64_t{3};
+  const int64_t all = p.channels() * p.time;
   const int64_t ahead = uses_h ? to_past(p) : 0, begin = at.begin(p);
-  if (!t.boxes && begin + max(ahead, int64_t{0}) + at.rows * p.inner > whole) {
-    for (int k = 0; k < mine.count; ++k) {
-      const int64_t index = begin + mine.first + k * mine.jump;
-      if (index >= whole) {
-        mine.a[k * mine.jump] = static_cast<const float*>(p.a.data)[index];
-        mine.x[k * mine.jump] = static_cast<const float*>(p.x.data)[index];
+  if (!t.boxes && begin + max(ahead, int64_t{0}) + at.rows * p.inner > Run<BFloat16>::floor(all)) {
+    const auto fill = [&]<class E>(Channels<E, V>* slots, const Input& in, int64_t from) {
+      for (int k = 0; k < mine.count; ++k) {
+        const int64_t index = from + (mine.first + k * mine.jump) * V;
+        if (index < Run<E>::floor(all) || index >= all) continue;
+        slots[k * mine.jump] =
+            *reinterpret_cast<const Channels<E, V>*>(static_cast<const E*>(in.data) + index);
       }
-      if (uses_h && index + ahead >= whole && index + ahead < n) {
-        mine.h[k * mine.jump] = static_cast<const float*>(p.h.data)[index + ahead];
-      }
+    };
+    fill(mine.a, p.a, begin);
+    fill(mine.x, p.x, begin);
+    if constexpr (T::kCotangent) {
+      if (uses_h) fill(mine.h, p.h, begin + ahead);
     }
-    before_bulk_copies();
-  }
-  if (kOp == Op::kScan && at.index == 0 && mine.owner && !p.has_h0) {
-    *mine.a = 0.f;  // cut from the past: what is there may be anything
-    before_bulk_copies();
-  }
-  if (uses_h && mine.h_first >= 0 && p.has_h0) {
-    mine.h[mine.h_first * mine.jump] =
-        p.h0.data ? load_one<float>(p.h0, at.o, at.i + mine.column, 0) : 0.f;
     before_bulk_copies();
   }
 }
 
-// Calls f with 0, 1, ..., mine.count - 1.
-template <int kSteps, class F>
-__device__ __forceinline__ void for_steps(int count, F&& f) {
-  if (count == kSteps) {
-#pragma unroll 8
-    for (int k = 0; k < kSteps; ++k) f(k);
+// Bit k: the thread's step k is cut from the past. All lanes of a warp ask.
+template <class T>
+__device__ __forceinline__ uint32_t find_cuts(const Problem& p, const PipedTiling& t,
+                                              const Tile& at, const Share<T>& mine,
+                                              const uint8_t* resets) {
+  uint32_t cuts = 0;
+  if (p.reset.data) {
+    const int lane = threadIdx.x % 32;
+    const int begin = __shfl_sync(0xffffffffu, mine.segment, 0);
+    const int end = min(__shfl_sync(0xffffffffu, mine.segment, 31) + 1, t.segments);
+    const Resets of(p, at.o);
+    const int64_t first = of.begin + at.low;
+    for (int segment = begin; segment < end; ++segment) {
+      const int step = segment * T::kSteps + lane;
+      bool cut = false;
+      if (lane < T::kSteps && step < at.rows) {
+        const int row = p.descending() ? at.rows - 1 - step : step;
+        // The last ones of the array are not copied.
+        cut = first + row < Run<uint8_t>::floor(of.all)
+                  ? resets[Run<uint8_t>::shift(first) + row] != 0
+                  : static_cast<const uint8_t*>(p.reset.data)[first + row] != 0;
+      }
+      const uint32_t of_segment = __ballot_sync(0xffffffffu, cut);
+      if (segment == mine.segment) cuts = of_segment;
+    }
+  }
+  if (!p.has_h0 && mine.h_first >= 0) cuts |= 1u << mine.h_first;
+  return cuts;
+}
+
+// Calls f(k, count, plain), the last two as types, for steps k, k + 1, ... of the thread's. Of
+// kSteps steps it gets a chunk at a time, and plain ones where `special`, which is the same for a
+// warp, has no bit; else one at a time. Where no step is special the loop has no branch.
+template <class T, class F>
+__device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
+  constexpr int kChunk = T::kChunk;
+  constexpr std::integral_constant<int, kChunk> chunk;
+  if (count != T::kSteps) {
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) f(k, std::integral_constant<int, 1>{}, std::false_type{});
+  } else if (special == 0) {
+#pragma unroll 1
+    for (int k = 0; k < T::kSteps; k += kChunk) f(k, chunk, std::true_type{});
   } else {
-    for (int k = 0; k < count; ++k) f(k);
+#pragma unroll 1
+    for (int k = 0; k < T::kSteps; k += kChunk) {
+      if ((special >> k & ((1u << kChunk) - 1)) == 0) {
+        f(k, chunk, std::true_type{});
+      } else {
+        f(k, chunk, std::false_type{});
+      }
+    }
   }
 }
 
 // Eight warps: the maps of all tiles.
-template <Op kOp>
-__device__ void compose_maps(Shared<kOp>& shared, const Problem& p, const PipedTiling& t,
-                             const Mail<float>& mail) {
+template <class T>
+__device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTiling& t,
+                             const Mail<typename T::S>& mail) {
+  using S = typename T::S;
+  using R = typename T::R;
+  constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
-  for (Turn<piped_stages(kOp)> turn;; turn.next()) {
+  for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.full[stage].wait(turn.parity);
     const uint32_t ticket = shared.ticket[stage];
     if (ticket < t.tiles * t.groups) {
       const Tile at(p, t, ticket);
-      const Share<kOp> mine(shared, p, t, at, stage);
+      const Share<T> mine(shared, p, t, at, stage);
       complete(p, t, at, mine);
-      Composed<float> map;
-      Affine<float> bound{1.f, 0.f};  // what no partial product and no partial result exceeds
-      for_steps<piped_steps(kOp)>(mine.count, [&](int k) {
-        const float a = mine.a[k * mine.jump];
-        advance<kOp>(map.b, Step<float>{a, mine.x[k * mine.jump], 0.f, false});
-        const Product<float> composed = product(a, map.a);
-        map.lost = mul_add(a, map.lost, composed.lost);
-        map.a = composed.rounded;
-        bound.a = fmaxf(bound.a, magnitude(map.a));
-        bound.b = fmaxf(bound.b, magnitude(map.b));
+      const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
+      Composed<S> map[V];
+      Affine<R> bound[V];  // what no partial product and no partial result since a cut exceeds
+#pragma unroll
+      for (Affine<R>& b : bound) b = {R(1), R(0)};
+      for_chunks<T>(mine.count, bits_of_warp(cuts), [&](int begin, auto count, auto plain) {
+        const uint32_t cuts_here = plain.value ? 0 : cuts >> begin;
+#pragma unroll
+        for (int k = 0; k < count.value; ++k) {
+          const auto a = mine.a[(begin + k) * mine.jump];
+          const auto x = mine.x[(begin + k) * mine.jump];
+          const bool cut = (cuts_here & 1u << k) != 0;
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            const Step<S> in{a.template at<S>(v), x.template at<S>(v), S(0), cut};
+            advance<T::kOp>(map[v].b, in);
+            const Product<S> composed = product(in.a, map[v].a);
+            // Selects: what is before the cut may be anything.
+            map[v].lost = cut ? S(0) : mul_add(in.a, map[v].lost, composed.lost);
+            map[v].a = cut ? S(0) : composed.rounded;
+            bound[v].a = cut ? R(0) : larger<S>(bound[v].a, magnitude(map[v].a));
+            bound[v].b = larger<S>(cut ? R(0) : bound[v].b, magnitude(map[v].b));
+          }
+        }
       });
-      if (t.segments > 1) {
-        shared.before[stage][thread] = map;
-        shared.bounds[turn.twin][thread] = bound;
+      Composed<S> total = map[0];
+      Affine<R> of_total = bound[0];
+      const bool owner = thread < at.columns;  // of a channel: it speaks for it
+      if (V > 1 || t.segments > 1) {
+        if (mine.active) {
+          const int place = mine.segment * t.width + mine.column;
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            shared.before[stage][place + v] = map[v];
+            shared.bounds[turn.twin][place + v] = bound[v];
+          }
+        }
         meet<kComposers>();
-        if (mine.owner) {
-          Composed<float> total;
-          Affine<float> of_total{1.f, 0.f};
+        if (owner) {
+          total = {};
+          of_total = {R(1), R(0)};
 #pragma unroll 4
           for (int k = 0; k < t.segments; ++k) {
-            const int of = k * t.width + mine.column;
-            const Composed<float> next = shared.before[stage][of];
-            of_total = bound_of_both(shared.bounds[turn.twin][of], total, of_total);
-            shared.before[stage][of] = total;
+            const int place = k * t.width + thread;
+            const Composed<S> next = shared.before[stage][place];
+            of_total = bound_of_both(shared.bounds[turn.twin][place], total, of_total);
+            shared.before[stage][place] = total;
             total = compose(next, total);
           }
-          map = total;
-          bound = of_total;
         }
       }
-      if (mine.owner) {
-        const bool certain = bound.a <= Bounds<float>::product && bound.b <= Bounds<float>::local;
+      if (owner) {
+        const bool certain = of_total.a <= Bounds<R>::product && of_total.b <= Bounds<R>::local;
         if (mine.followed) {
-          send(mail.at(at.index, mine.flat), certain ? Packet<float>::map(map.rounded())
-                                                     : Packet<float>::tagged(Sent::kUnknown, 0.f));
+          const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i + thread;
+          send(mail.at(at.index, flat),
+               certain ? Packet<S>::map(total.rounded()) : Packet<S>::tagged(Sent::kUnknown, S(0)));
         }
-        shared.certain[stage][mine.column] = certain;
+        shared.certain[stage][thread] = certain;
       }
     }
     __syncwarp();
@@ -303,101 +468,167 @@ __device__ void compose_maps(Shared<kOp>& shared, const Problem& p, const PipedT
   }
 }
 
+// Where results go, step by step. It hides how each address comes about: else all would be computed
+// anew from the first one.
+class Place {
+ public:
+  __device__ explicit Place(const void* first) : address_(__cvta_generic_to_global(first)) {}
+  template <class T>
+  __device__ __forceinline__ void put(T value) const {
+    *static_cast<T*>(__cvta_global_to_generic(address_)) = value;
+  }
+  __device__ __forceinline__ void step(int64_t bytes) {
+    address_ += bytes;
+    asm volatile("" : "+l"(address_));
+  }
+
+ private:
+  size_t address_;
+};
+
 // Eight warps: the steps of all tiles.
-template <Op kOp, class F>
-__device__ void run_tiles(Shared<kOp>& shared, const Problem& p, const PipedTiling& t,
-                          const Mail<float>& mail, F&& init_of) {
-  constexpr int kSteps = piped_steps(kOp), kChunk = 8;
-  static_assert(kSteps % kChunk == 0);
+template <class T, class F>
+__device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling& t,
+                          const Mail<typename T::S>& mail, F&& init_of) {
+  using S = typename T::S;
+  using A = typename T::A;
+  using X = typename T::X;
+  using H = typename T::H;
+  using Y = typename T::Y;
+  constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
-  const bool uses_h = kOp == Op::kCotangent && p.h.data;
-  for (Turn<piped_stages(kOp)> turn;; turn.next()) {
+  const bool uses_h = T::kCotangent && p.h.data;
+  for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.mapped[stage].wait(turn.parity);
     const uint32_t ticket = shared.ticket[stage];
     if (ticket >= t.tiles * t.groups) return;
     const Tile at(p, t, ticket);
-    const Share<kOp> mine(shared, p, t, at, stage);
-    float s = 0.f;
+    const Share<T> mine(shared, p, t, at, stage);
+    const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
+    const bool owner = thread < at.columns;
+    const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i;  // the first channel
+    // Before the first step of the recurrence h is h0.
+    [[maybe_unused]] S h0[V] = {};
+    const bool has_first = T::kCotangent && mine.h_first >= 0;
+    if (has_first && uses_h && p.h0.data) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) h0[v] = load_one<S>(p.h0, at.o, at.i + mine.column + v, 0);
+    }
+    const uint32_t special = bits_of_warp(has_first ? cuts | 1u << mine.h_first : cuts);
+    S entering(0);
     bool from_steps = false;
-    if (mine.owner) {
+    if (owner) {
       if (at.index == 0) {
-        s = init_of(mine.flat);
+        entering = init_of(flat + thread);
       } else {
-        const Packet<float>* last = mail.at(at.index - 1, mine.flat);
-        Packet<float> entering;
+        const Packet<S>* last = mail.at(at.index - 1, flat + thread);
+        const bool looks_back = t.looks_back && !p.reset.data && at.index >= kLookBack;
+        Packet<S> packet;
         do {
-          entering = receive(last);
-        } while (!entering.is(Sent::kState));
-        s = entering.state();
+          packet = looks_back ? look_back(last) : receive(last);
+        } while (!packet.is(Sent::kState));
+        entering = packet.state();
       }
-      from_steps = !shared.certain[stage][mine.column] || !state_within(s);
+      from_steps = !shared.certain[stage][thread] || !state_within(entering);
     }
 
     const int64_t row = at.low + (p.descending() ? at.rows - 1 - mine.s0 : mine.s0);
     const int64_t offset = (at.o * p.time + row) * p.inner + at.i + mine.column;
     const int64_t out_jump = p.descending() ? -p.inner : p.inner;
+    S s[V] = {};
     const auto run = [&] {
-      float* y = static_cast<float*>(p.y.data) + offset;
-      float* da = static_cast<float*>(p.da_out.data) + offset;
-      const bool write_y = p.y.data, write_da = uses_h && p.da_out.data;
-      const auto step = [&](int k, float a, float x, float h) {
-        const bool cut = kOp == Op::kCotangent && !p.has_h0 && k == mine.h_first;
-        const Written<float> out = advance<kOp>(s, Step<float>{a, x, h, cut});
-        if (write_y) *y = out.y;
-        y += out_jump;
-        if (kOp == Op::kCotangent && write_da) *da = out.da_out;
-        da += out_jump;
-      };
-      if (mine.count == kSteps) {
-#pragma unroll 1
-        for (int begin = 0; begin < kSteps; begin += kChunk) {
-          float a[kChunk], x[kChunk], h[kChunk];
+      Place y(static_cast<Y*>(p.y.data) + offset);
+      [[maybe_unused]] Place da(static_cast<A*>(p.da_out.data) + offset);
+      const bool write_y = !T::kCotangent || p.y.data;
+      [[maybe_unused]] const bool write_da = uses_h && p.da_out.data;
+      for_chunks<T>(mine.count, special, [&](int begin, auto count, auto plain) {
+        constexpr int kCount = decltype(count)::value;
+        Channels<A, V> a[kCount];
+        Channels<X, V> x[kCount];
+        [[maybe_unused]] Channels<H, V> h[kCount];
 #pragma unroll
-          for (int k = 0; k < kChunk; ++k) {
-            a[k] = mine.a[(begin + k) * mine.jump];
-            x[k] = mine.x[(begin + k) * mine.jump];
-            h[k] = uses_h ? mine.h[(begin + k) * mine.jump] : 0.f;
+        for (int k = 0; k < kCount; ++k) {
+          a[k] = mine.a[(begin + k) * mine.jump];
+          x[k] = mine.x[(begin + k) * mine.jump];
+          if constexpr (T::kCotangent) {
+            h[k] = uses_h ? mine.h[(begin + k) * mine.jump] : Channels<H, V>{};
           }
+        }
+        const uint32_t cuts_here = plain.value ? 0 : cuts >> begin;
 #pragma unroll
-          for (int k = 0; k < kChunk; ++k) step(begin + k, a[k], x[k], h[k]);
+        for (int k = 0; k < kCount; ++k) {
+          Pack<Y, V> y_pack;
+          [[maybe_unused]] Pack<A, V> da_pack;
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            Step<S> in{a[k].template at<S>(v), x[k].template at<S>(v), S(0),
+                       (cuts_here & 1u << k) != 0};
+            if constexpr (T::kCotangent) {
+              in.h = h[k].template at<S>(v);
+              if (!plain.value && begin + k == mine.h_first) in.h = h0[v];
+            }
+            const Written<S> out = advance<T::kOp>(s[v], in);
+            y_pack.v[v] = store_as<Y>(out.y);
+            if constexpr (T::kCotangent) da_pack.v[v] = store_as<A>(out.da_out);
+          }
+          if (write_y) y.put(y_pack);
+          y.step(out_jump * sizeof(Y));
+          if constexpr (T::kCotangent) {
+            if (write_da) da.put(da_pack);
+            da.step(out_jump * sizeof(A));
+          }
         }
-      } else {
-        for (int k = 0; k < mine.count; ++k) {
-          step(k, mine.a[k * mine.jump], mine.x[k * mine.jump],
-               uses_h ? mine.h[k * mine.jump] : 0.f);
-        }
-      }
+      });
     };
 
     // A channel whose map can be trusted is not touched by what its neighbours hold; the segments
     // of the others take turns.
-    float& carry = shared.carry[turn.twin][mine.column];
-    bool in_turns = false;
+    const bool shares = V > 1 || t.segments > 1;
+    S* const carry = shared.carry[turn.twin];
     int rounds = 0;
-    if (t.segments > 1) {
-      if (mine.owner) {
-        carry = s;
-        shared.certain[stage][mine.column] = !from_steps;
+    bool in_turns = false;
+    if (shares) {
+      if (owner) {
+        carry[thread] = entering;
+        shared.certain[stage][thread] = !from_steps;
       }
       rounds = meet_or<kRunners>(from_steps) ? t.segments : 0;
-      in_turns = mine.active && !shared.certain[stage][mine.column];
-      if (mine.active && !in_turns) s = apply(shared.before[stage][thread], carry);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        in_turns = in_turns || (mine.active && !shared.certain[stage][mine.column + v]);
+      }
+    } else {
+      s[0] = entering;
     }
     for (int round = -1; round < rounds; ++round) {
-      if (in_turns ? mine.segment == round : round < 0) {
-        if (in_turns) s = carry;
-        run();
-        if (in_turns) carry = s;
+      const bool now = in_turns ? mine.segment == round : round < 0;
+      if (shares && mine.active && now) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const int column = mine.column + v;
+          s[v] = carry[column];
+          if (shared.certain[stage][column]) {
+            s[v] = apply(shared.before[stage][mine.segment * t.width + column], s[v]);
+          }
+        }
+      }
+      if (now) run();
+      if (in_turns && now) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if (!shared.certain[stage][mine.column + v]) carry[mine.column + v] = s[v];
+        }
       }
       if (round >= 0) meet<kRunners>();
     }
     if (from_steps && mine.followed) {
-      const float leaving = t.segments > 1 ? carry : s;
-      send(mail.at(at.index, mine.flat), Packet<float>::tagged(Sent::kState, leaving));
+      send(mail.at(at.index, flat + thread),
+           Packet<S>::tagged(Sent::kState, shares ? carry[thread] : s[0]));
     }
     if (p.final.data && !mine.followed && mine.count > 0 && mine.s0 + mine.count == at.rows) {
-      store_one(p.final, mine.flat, s);
+#pragma unroll
+      for (int v = 0; v < V; ++v) store_one(p.final, flat + mine.column + v, s[v]);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
@@ -407,20 +638,22 @@ __device__ void run_tiles(Shared<kOp>& shared, const Problem& p, const PipedTili
 }  // namespace piped
 
 // `counter` hands out the tiles. The first `tiling.chain_blocks` blocks are the chain.
-template <Op kOp>
+template <class T>
 __global__ void __launch_bounds__(piped::kThreads, 1)
     piped_kernel(const __grid_constant__ Problem p, const __grid_constant__ PipedTiling tiling,
                  const __grid_constant__ CUtensorMap a_map,
                  const __grid_constant__ CUtensorMap x_map,
-                 const __grid_constant__ CUtensorMap h_map, unsigned* counter, Mail<float> mail) {
+                 const __grid_constant__ CUtensorMap h_map, unsigned* counter,
+                 Mail<typename T::S> mail) {
   using namespace piped;
+  using S = typename T::S;
   if constexpr (kHasBulkCopies) {
     extern __shared__ __align__(128) char memory[];
     const int warp = threadIdx.x / 32;
     const auto init_of = [&](uint32_t flat) {
       const uint32_t o = flat / static_cast<uint32_t>(p.inner);
-      return p.init.data ? load_one<float>(p.init, o, flat - o * static_cast<uint32_t>(p.inner), 0)
-                         : 0.f;
+      return p.init.data ? load_one<S>(p.init, o, flat - o * static_cast<uint32_t>(p.inner), 0)
+                         : S(0);
     };
     if (blockIdx.x < tiling.chain_blocks) {
       if (warp < kPipedChainWarps) {
@@ -429,9 +662,9 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
       }
       return;
     }
-    auto& shared = *reinterpret_cast<Shared<kOp>*>(memory);
+    auto& shared = *reinterpret_cast<Shared<T>*>(memory);
     if (threadIdx.x == 0) {
-      for (int k = 0; k < piped_stages(kOp); ++k) {
+      for (int k = 0; k < T::kStages; ++k) {
         shared.full[k].init(1);
         shared.mapped[k].init(kWalkingWarps);
         shared.empty[k].init(kWalkingWarps);
@@ -452,12 +685,14 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
 
 namespace piped {
 
-template <Op kOp>
+template <class T>
 cudaError_t launch_op(const Problem& problem, const Device& device, void* workspace,
                       cudaStream_t stream) {
-  PipedTiling t = piped_tiling(kOp, problem.outer, problem.time, problem.inner);
-  constexpr int kBytes = sizeof(Shared<kOp>);
-  static_assert(kMostTurns * kPipedChainWarps * Baton<float>::kBytes <= kBytes);
+  using S = typename T::S;
+  PipedTiling t = piped_tiling(T::kOp, T::kKernel, problem.outer, problem.time, problem.inner);
+  constexpr int kBytes = sizeof(Shared<T>);
+  static_assert(kBytes <= 227 * 1024);
+  static_assert(kMostTurns * kPipedChainWarps * Baton<S>::kBytes <= kBytes);
   if (t.width == 0 || kBytes > device.shared_bytes) return cudaErrorNotSupported;
   const int64_t channels = problem.channels(), tiles = t.tiles;
   const Chain chain = plan_chain(tiles, divide_up(channels, kBundle), kPipedChainWarps, kPipedTeam,
@@ -470,26 +705,39 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
 
   CUtensorMap maps[3] = {};
   cudaError_t error = cudaSuccess;
-  const Input* const operands[] = {&problem.a, &problem.x, &problem.h};
-  for (int k = 0; t.boxes && k < 3 && error == cudaSuccess; ++k) {
-    if (operands[k]->data)
-      error = boxes_of<float>(problem, *operands[k], t.width, t.tile_steps, maps[k],
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-  }
+  const auto encode = [&](auto tag, const Input& in, CUtensorMap& map) {
+    using E = typename decltype(tag)::type;
+    if (!t.boxes || !in.data || error != cudaSuccess) return;
+    error =
+        boxes_of<E>(problem, in, t.width, t.tile_steps, map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  };
+  encode(Tag<typename T::A>{}, problem.a, maps[0]);
+  encode(Tag<typename T::X>{}, problem.x, maps[1]);
+  encode(Tag<typename T::H>{}, problem.h, maps[2]);
   if (error != cudaSuccess) return error;
-  const auto kernel = piped_kernel<kOp>;
+  const auto kernel = piped_kernel<T>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   auto* memory = static_cast<unsigned char*>(workspace);
   error = cudaMemsetAsync(memory, 0xff, t.bytes, stream);
   if (error != cudaSuccess) return error;
-  const Mail<float> mail{reinterpret_cast<Packet<float>*>(memory + kPipedPlacesOffset), tiles,
-                         static_cast<uint32_t>(channels)};
+  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + kPipedPlacesOffset), tiles,
+                     static_cast<uint32_t>(channels)};
   kernel<<<static_cast<unsigned>(chain.blocks + blocks), kThreads, kBytes, stream>>>(
       problem, t, maps[0], maps[1], maps[2], reinterpret_cast<unsigned*>(memory), mail);
   return cudaGetLastError();
 }
 
 }  // namespace piped
+
+template <class A, class B, class H, int kVector>
+cudaError_t launch_piped(const Problem& problem, const Device& device, void* workspace,
+                         cudaStream_t stream) {
+  using Scan = piped::Types<Op::kScan, A, B, H, kVector>;
+  using Cotangent = piped::Types<Op::kCotangent, A, B, H, kVector>;
+  return problem.op == Op::kCotangent
+             ? piped::launch_op<Cotangent>(problem, device, workspace, stream)
+             : piped::launch_op<Scan>(problem, device, workspace, stream);
+}
 
 }  // namespace jax_scan

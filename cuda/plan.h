@@ -147,63 +147,108 @@ inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the c
 // with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and 0.75 instead of 0.88.
 inline constexpr int kPipedTeam = 8;
 inline constexpr int kPipedBatch = 8;
-inline constexpr int kPipedLeastInner = 8;  // fewer channels leave nothing for bulk copies
+// Tiles across channels with which blocks look for a state in the places of the last kLookBack
+// tiles: with fewer of them the chain is further behind, with more it is not behind at all, and
+// looks only take time. (1,65536,256) in float64 (16 of them) 0.885 0.915 of the limit instead of
+// 0.86 0.89, (4,16384,512) in bfloat16 (32) 0.818 0.856 instead of 0.811 0.85, but in float32 (64)
+// 0.905 0.891 instead of 0.905 0.902, (8,2048,2048) in complex64 (256) 0.83 0.825 instead of 0.89
+// 0.89. With resets, where maps come later, they lose as much as they gain.
+inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
+inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
-// Steps of a thread, and stages of the ring: 192 KB of operands.
-JAX_SCAN_HD constexpr int piped_steps(Op op) { return op == Op::kCotangent ? 16 : 32; }
-JAX_SCAN_HD constexpr int piped_stages(Op op) { return op == Op::kCotangent ? 4 : 3; }
+// Steps of a thread, and stages: up to 192 KB of operands.
+struct PipedRing {
+  int steps, stages;
+};
+
+// The kernels of piped.cuh. Operands and results of those whose threads have two channels must be
+// aligned for pairs, of 16 bits for each: one by one these are 0.61 0.79 of the limit, not 0.81
+// 0.85, at (4,16384,512) in bfloat16 on an H200, forward and backward. Half as many steps as here
+// in twice as many stages do not find room beside their maps.
+struct PipedKernel {
+  int a_bytes, b_bytes;  // of an element; h has those of b
+  bool complex;
+  int vector;  // neighbouring channels of a thread
+  int line;    // bytes of b in a narrow tile's row
+  PipedRing scan, cotangent;
+  constexpr PipedRing ring(Op op) const { return op == Op::kCotangent ? cotangent : scan; }
+  constexpr int state_bytes() const { return b_bytes > 4 ? b_bytes : 4; }
+};
+// For float32 20 steps in 3 stages are as good backward at (4,16384,512), but 0.905 of the limit
+// instead of 0.93 at (1,1048576,64). For complex numbers rows of 128 bytes are 0.86 instead of 0.90
+// forward at (4,16384,512), since each segment's map takes so long.
+inline constexpr PipedKernel kPipedKernels[] = {
+    {4, 4, false, 1, 128, {32, 3}, {16, 4}}, {2, 2, false, 2, 128, {32, 3}, {20, 3}},
+    {2, 2, false, 1, 64, {32, 6}, {32, 4}},  {4, 2, false, 2, 128, {20, 3}, {16, 3}},
+    {4, 2, false, 1, 64, {32, 4}, {32, 3}},  {8, 8, false, 1, 128, {16, 3}, {10, 3}},
+    {8, 8, true, 1, 256, {16, 3}, {10, 3}}};
+constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
+  for (const PipedKernel& k : kPipedKernels) {
+    if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
+        k.vector == vector) {
+      return k;
+    }
+  }
+  return {};
+}
 
 // Channels of a tile that is a box; 0: not a box, as these need rows of whole 16 bytes. Narrow
 // tiles are long ones, of which the chain has fewer: 32 channels instead of 64 are 0.836 0.900 of
-// the limit instead of 0.821 0.875 at (1,65536,256), forward and backward on an H200, and 0.807
-// 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as one run
-// forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of 0.924).
-constexpr int64_t piped_box_width(Op op, int64_t inner) {
-  constexpr int64_t kNarrow = 32, kWide = 64;
-  if (inner % 4 != 0 || inner <= (op == Op::kCotangent ? kNarrow : kWide)) return 0;
-  const int64_t narrow = divide_up(inner, kNarrow) * kNarrow;
+// the limit instead of 0.821 0.875 at (1,65536,256), forward and backward on an H200 in float32,
+// and 0.807 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as
+// one run forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of
+// 0.924).
+constexpr int64_t piped_box_width(Op op, const PipedKernel& k, int64_t inner) {
+  const int64_t piece = 16 / k.b_bytes, narrow = k.line / k.b_bytes, wide = 2 * narrow;
+  if (inner % piece != 0 || inner <= (op == Op::kCotangent ? narrow : wide)) return 0;
+  const int64_t all = divide_up(inner, narrow) * narrow;
   // Not where a tile of few channels is left over.
-  if (8 * (narrow - inner) <= inner) return kNarrow;
-  return divide_up(divide_up(inner, divide_up(inner, kWide)), 4) * 4;
+  if (8 * (all - inner) <= inner) return narrow;
+  return divide_up(divide_up(inner, divide_up(inner, wide)), piece) * piece;
 }
 
 struct PipedTiling {
   bool boxes;          // tiles are boxes of tensors; else whole rows, which are one run of memory
   int32_t width;       // channels of a tile
+  int32_t lanes;       // threads side by side across them
   int32_t segments;    // of a tile's time
   int32_t tile_steps;  // time steps of a tile
   uint32_t strips;     // tiles across inner indices
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
+  bool looks_back;     // for a state, to the last tiles, unless there are resets
   uint32_t chain_blocks;
   int32_t chain_team;
   size_t bytes;  // the workspace: a counter of the tiles handed out, the tiles' places
 };
 
 // width 0: not a problem for this path.
-constexpr PipedTiling piped_tiling(Op op, int64_t outer, int64_t time, int64_t inner) {
+constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, int64_t time,
+                                   int64_t inner) {
   PipedTiling t{};
-  if (op == Op::kTangent || inner < kPipedLeastInner) return t;
-  const int64_t box = piped_box_width(op, inner), width = box > 0 ? box : inner;
+  if (op == Op::kTangent || inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) return t;
+  const int64_t box = piped_box_width(op, k, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers) return t;
   t.boxes = box > 0;
-  const int64_t strips = divide_up(inner, width);
-  const int64_t segments = kPipedWalkers / width;
-  const int64_t tiles = divide_up(time, segments * piped_steps(op)), groups = outer * strips;
+  const int64_t strips = divide_up(inner, width), steps = k.ring(op).steps;
+  const int64_t lanes = width / k.vector, segments = kPipedWalkers / lanes;
+  const int64_t tiles = divide_up(time, segments * steps), groups = outer * strips;
   if (time > INT32_MAX / 2 || outer > INT32_MAX / 2 || outer * inner > INT32_MAX / 2 ||
       tiles * groups > INT32_MAX / 2) {
     return t;
   }
   t.width = static_cast<int32_t>(width);
+  t.lanes = static_cast<int32_t>(lanes);
   t.segments = static_cast<int32_t>(segments);
-  t.tile_steps = t.segments * piped_steps(op);
+  t.tile_steps = static_cast<int32_t>(segments * steps);
   t.strips = static_cast<uint32_t>(strips);
   t.tiles = static_cast<uint32_t>(tiles);
   t.groups = static_cast<uint32_t>(groups);
+  t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
-  t.bytes = kPipedPlacesOffset + places * kBundle * 2 * sizeof(float);
+  t.bytes = kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes();
   return t;
 }
 
@@ -503,7 +548,9 @@ struct ClusterPlan {
 };
 
 // Beyond so many bytes of an operand for each multiprocessor, other paths are faster: on an H200 up
-// to (1,2048,1024) in fp32.
+// to (1,2048,1024) in fp32. 16 bits count as 32: of the limit, (4,2048,256) in bf16 0.38 0.66 here
+// and 0.28 0.50 in piped.cuh, but (1,8192,512) 0.47 0.55 and 0.50 0.61, (8,2500,200) 0.22 0.28 and
+// 0.45 0.54.
 inline constexpr int64_t kClusterBytes = 64 * 1024;
 
 // The pieces of rows that a block may take, and how large a cluster is then worth having, best
@@ -523,7 +570,7 @@ inline constexpr Pieces kPieces[] = {{128, 8}, {64, 8}, {64, 16}, {32, 8}, {32, 
 constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps, int bytes,
                                    int64_t channels, int64_t time, int multiprocessors,
                                    int most_ranks) {
-  if (channels * time * bytes > multiprocessors * kClusterBytes) return {};
+  if (channels * time * std::max(bytes, 4) > multiprocessors * kClusterBytes) return {};
   for (const Pieces& pieces : kPieces) {
     // Lines in large clusters gain nothing over chained.cuh.
     if (line && pieces.ranks > kPortableRanks) break;
@@ -565,7 +612,11 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
   const size_t places = tiles > 1 ? tiles * std::min(channels + kMostChannels, 2 * channels) : 0;
   const size_t sums = op == Op::kCotangent ? tiles * channels * bytes : 0;
   const size_t chained = 512 + places * 2 * bytes + sums;
-  const size_t piped = state == DType::kF32 ? piped_tiling(op, outer, time, inner).bytes : 0;
+  size_t piped = 0;
+  for (const PipedKernel& k : kPipedKernels) {
+    if (k.state_bytes() != byte_size(state)) continue;
+    piped = std::max(piped, piped_tiling(op, k, outer, time, inner).bytes);
+  }
   return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
 }
 
@@ -576,7 +627,12 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   const size_t bytes = byte_size(state), tiles = divide_up(time, 8 * steps_per_thread(bytes));
   const size_t packets = std::max(4 * bytes, size_t{16} * packets_per_map(bytes));
   // Those of piped.cuh are shorter, and places a quarter more than channels at most.
-  const size_t piped = state == DType::kF32 ? 10 * divide_up(time, piped_steps(Op::kCotangent)) : 0;
+  size_t piped = 0;
+  for (const PipedKernel& k : kPipedKernels) {
+    if (k.state_bytes() != byte_size(state)) continue;
+    const size_t shortest = divide_up(time, std::min(k.scan.steps, k.cotangent.steps));
+    piped = std::max(piped, shortest * bytes * 5 / 2);
+  }
   return 1024 + std::max(tiles * 2 * (packets + bytes), piped);
 }
 

@@ -910,7 +910,14 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (scan ? c.has_h0 : cotangent ? random.chance(0.6) : c.has_h0 && random.chance(0.7)) {
     input(kInit, c.state);
   }
-  if (random.chance(lines ? 0.1 : 0.35)) input(kReset, DType::kF32);
+  if (random.chance(lines ? 0.1 : 0.35)) {
+    input(kReset, DType::kF32);
+    // As callers mostly have them: the same for all inner indices.
+    if (random.chance(0.4)) {
+      c.arrays[kReset].broadcast = c.arrays[kReset].repeated = 0;
+      for (size_t k = c.axis + 1; k < c.sizes.size(); ++k) c.arrays[kReset].broadcast |= 1u << k;
+    }
+  }
   if (tangent && random.chance(0.8)) input(kDa, of_a);
   if (cotangent && (random.chance(0.8) || sums)) {
     c.da_over_time = c.time() > 1 && random.chance(0.35) && !sums;

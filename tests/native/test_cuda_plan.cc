@@ -119,23 +119,28 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   }
 }
 
-void check_piped(Op op, int64_t outer, int64_t time, int64_t inner) {
-  const PipedTiling t = piped_tiling(op, outer, time, inner);
+void check_piped(const PipedKernel& k, Op op, int64_t outer, int64_t time, int64_t inner) {
+  const PipedTiling t = piped_tiling(op, k, outer, time, inner);
   if (t.width == 0) return;
+  const DType state = k.complex ? DType::kC64 : k.b_bytes == 8 ? DType::kF64 : DType::kF32;
   const auto holds = [&](bool what, const char* text) {
-    expect(what, text, op, outer, time, inner, DType::kF32);
+    expect(what, text, op, outer, time, inner, state);
   };
-  holds(t.tile_steps == t.segments * piped_steps(op) && t.segments >= 1 &&
-            t.segments * t.width <= kPipedWalkers,
+  const PipedRing ring = k.ring(op);
+  holds(t.tile_steps == t.segments * ring.steps && t.segments >= 1 &&
+            t.lanes * k.vector == t.width && t.segments * t.lanes <= kPipedWalkers,
         "threads of a piped tile");
+  // Pairs share what enters a segment; resets have room for so many segments.
+  holds((k.vector == 1 || t.segments > 1) && t.lanes >= kPipedLeastLanes, "lanes of a piped tile");
+  holds(t.width <= kPipedWalkers, "one thread speaks for each channel");
   holds(int64_t{t.tiles} * t.tile_steps >= time, "piped tiles cover time");
   holds(int64_t{t.strips} * t.width >= inner && (t.strips - 1) * int64_t{t.width} < inner &&
             t.groups == t.strips * outer,
         "piped tiles cover channels");
-  holds(t.boxes ? t.width % 4 == 0 && inner % 4 == 0 && t.tile_steps <= 256 : t.strips == 1,
+  const int piece = 16 / std::min(k.a_bytes, k.b_bytes);
+  holds(t.boxes ? t.width % piece == 0 && inner % piece == 0 && t.tile_steps <= 256 : t.strips == 1,
         "boxes are what can be copied");
-  holds(t.bytes <= workspace_bytes(op, outer, time, inner, DType::kF32),
-        "workspace of the piped path");
+  holds(t.bytes <= workspace_bytes(op, outer, time, inner, state), "workspace of the piped path");
   const int64_t bundles = divide_up(outer * inner, kBundle);
   const auto [blocks, team] = plan_chain(t.tiles, bundles, kPipedChainWarps, kPipedTeam, 132);
   const int64_t turns = team == 1 ? kMostTurns : 1;
@@ -157,7 +162,7 @@ int main(int argc, char** argv) {
     const Op op = static_cast<Op>(random() % 3);
     const int64_t outer = pick(14), time = pick(20), inner = pick(13);
     check(op, outer, time, inner, states[random() % 4]);
-    check_piped(op, outer, time, inner);
+    for (const PipedKernel& k : kPipedKernels) check_piped(k, op, outer, time, inner);
   }
   std::printf("%d of %d problems failed\n", failures, problems);
   return failures != 0;
