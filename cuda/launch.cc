@@ -365,6 +365,42 @@ PipedLauncher piped_for(const Problem& p, StreamTypes t) {
   return nullptr;
 }
 
+using LinedLauncher = cudaError_t (*)(const Problem&, const LinedPlan&, cudaStream_t);
+
+LinedLauncher lined_for(StreamTypes t) {
+  if (t.a != t.b || t.b != t.h) return nullptr;
+  switch (t.a) {
+    case DType::kF32:
+      return launch_lined<float>;
+    case DType::kF16:
+      return launch_lined<Float16>;
+    case DType::kBF16:
+      return launch_lined<BFloat16>;
+    case DType::kF64:
+      return launch_lined<double>;
+    case DType::kC64:
+      return launch_lined<Complex64>;
+    case DType::kC128:
+      break;
+  }
+  return nullptr;
+}
+
+// Whole arrays of contiguous time, all of one type, from 16 bytes on.
+bool fits_lined(const Problem& p, StreamTypes types) {
+  const auto whole = [&](const Input& in) {
+    return !in.data ||
+           (in.dtype == types.a && aligned(in.data) && in.at.time_stride == 1 &&
+            (p.outer == 1 || (in.at.outer_axes == 1 && in.at.outer[0].stride == p.time)));
+  };
+  const auto is = [&](const Output& out) {
+    return !out.data || (out.dtype == types.a && aligned(out.data));
+  };
+  return p.inner == 1 && p.op != Op::kTangent && !p.reset.data && !p.da_over_time &&
+         state_of(types.b) == p.state && p.a.data && p.x.data && whole(p.a) && whole(p.x) &&
+         whole(p.h) && is(p.y) && is(p.da_out) && (p.h.data || !p.da_out.data);
+}
+
 }  // namespace
 
 bool sums_da(const Problem& p) {
@@ -435,6 +471,17 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     }
   }
   if (path == Path::kCluster) return cudaErrorNotSupported;
+  if ((path == Path::kAuto || path == Path::kLined) && device.capability_major >= 9 &&
+      lined_for(types) && fits_lined(p, types)) {
+    // Asked for by name, this path takes however few channels.
+    const LinedPlan plan =
+        plan_lined(p.op, byte_size(types.a), p.channels(), p.time,
+                   path == Path::kLined ? 0 : device.multiprocessors, device.shared_bytes);
+    const cudaError_t queued =
+        plan.blocks > 0 ? lined_for(types)(p, plan, stream) : cudaErrorNotSupported;
+    if (queued != cudaErrorNotSupported) return queued;
+  }
+  if (path == Path::kLined) return cudaErrorNotSupported;
   if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9) {
     const PipedLauncher piped = piped_for(p, types);
     const cudaError_t queued = piped ? piped(p, device, workspace, stream) : cudaErrorNotSupported;

@@ -12,7 +12,7 @@
 namespace jax_scan {
 
 // kAuto picks the fastest; tests and measurements ask for one by name.
-enum class Path { kAuto, kCluster, kBoxed, kSequential, kPiped, kChained, kGeneral };
+enum class Path { kAuto, kCluster, kBoxed, kSequential, kLined, kPiped, kChained, kGeneral };
 
 // Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
 // problem does not fit is cudaErrorNotSupported.
@@ -43,6 +43,10 @@ cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan
 // Scan and cotangent.
 template <class A, class B, class H>
 cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, cudaStream_t stream);
+
+// Scan and cotangent of operands that lie in full and contiguous, time last.
+template <class T>
+cudaError_t launch_lined(const Problem& problem, const LinedPlan& plan, cudaStream_t stream);
 
 namespace chained {
 

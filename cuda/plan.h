@@ -495,6 +495,86 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inne
   return plan;
 }
 
+// ---- The walk through lines of contiguous time (lined.cuh) ----
+
+// A stage is as many rows of 128 bytes of each operand as a warp has lanes, or fewer.
+inline constexpr int kMostLineSlots = 32;
+inline constexpr int kLineSlotsInUse = 3;         // at least, beside those on their way
+inline constexpr int kLineStageBytes = 32 * 128;  // of a stage's results
+inline constexpr int kMostLineWarps = 15;         // beside the one that orders
+inline constexpr int kLinesInFlight = 64;         // stages; more than slots and warps
+static_assert(kMostLineSlots + kMostLineWarps < kLinesInFlight);
+
+// Of the limit on an H200 with 9, 12 and 15 warps:
+//   scan       fp32 8192 x 4096 0.94 0.945 0.95     65536 x 512 0.69 0.79 0.84
+//              bf16 8192 x 4096 0.86 0.91 0.91      1000 x 20001 0.65 0.74 0.81
+//   cotangent  fp32 8192 x 4096 0.91 0.92 0.92      65536 x 512 0.83 0.96 0.96
+//              bf16 8192 x 4096 0.92 0.92 0.91      1000 x 20001 0.76 0.75 0.70
+// Backward more warps take places from slots: their results meet in shared memory.
+JAX_SCAN_HD constexpr int line_warps(Op op) { return op == Op::kCotangent ? 12 : kMostLineWarps; }
+
+// What a multiprocessor orders ahead, as above. Of the limit at 8192 x 4096, 2048 x 16384 and
+// 32768 x 1024 in fp32:
+//   scan       40 KB 0.93 0.93 0.93   48 KB 0.945 0.945 0.95   56 KB 0.90 0.90 0.92
+//   cotangent  36 KB 0.93 0.915 0.93  48 KB 0.92 0.925 0.94    60 KB 0.91 0.90 0.91
+inline constexpr int kLinedBytesAhead = 48 * 1024;
+// Backward in fp32 something between 36 and 48 KB is best: there a stage counts as being on its way
+// until its warp has composed half of its maps, 0.957 0.94 0.96. Elsewhere that takes too long:
+// 0.92 to 0.90 backward at 8192 x 4096 in bf16, 0.935 to 0.92 in complex64.
+JAX_SCAN_HD constexpr bool line_counts_half(Op op, int bytes) {
+  return op == Op::kCotangent && bytes == 4;
+}
+
+// Pieces of 16 bytes that loops are unrolled for. One instead of two in bf16: 0.71 to 0.78 backward
+// at 8192 x 4096; four in complex64: 0.94 to 0.85 forward.
+JAX_SCAN_HD constexpr int line_unroll(int bytes) { return bytes == 2 ? 1 : 2; }
+
+struct LinedPlan {
+  int64_t blocks = 0;  // 0: not a problem for this path
+  int32_t rows = 0;    // of a stage, 128 bytes of each operand each
+  int32_t stages = 0;  // of a channel
+  int32_t slots = 0;
+  int32_t ahead = 0;  // stages that are on their way at a time
+  int32_t warps = 0;
+  int32_t operand_bytes = 0;  // of a slot
+  int32_t shared_bytes = 0;   // of a block
+  int32_t most_bytes = 0;     // that a block of the GPU can have
+};
+
+// `bytes`: of an element. All blocks are to finish at once, so they have as many channels each. On
+// fewer multiprocessors these order more ahead each: 80 x 300000 on 80 of 132 has 0.88 0.89 of the
+// limit in fp32, by chained.cuh 0.74 0.77; 64 x 262144 on 64 in fp64 0.63 0.74, by chained.cuh 0.75
+// 0.83.
+constexpr LinedPlan plan_lined(Op op, int bytes, int64_t channels, int64_t time,
+                               int multiprocessors, int shared_bytes) {
+  LinedPlan plan{};
+  const int64_t places = std::max(multiprocessors, 1), of_row = 128 / bytes;
+  if (channels * time < of_row) return plan;  // no whole row
+  // A channel may begin anywhere in a row.
+  const int64_t rows = time % of_row == 0 ? time / of_row : (time + of_row - 2) / of_row + 1;
+  const int64_t turns = divide_up(channels, places), blocks = divide_up(channels, turns);
+  if (multiprocessors > 0 && (time < kShortestLine || 10 * blocks < 6 * places)) return plan;
+  plan.rows = static_cast<int32_t>(divide_up(rows, divide_up(rows, 32)));
+  const int64_t stages = divide_up(rows, int64_t{plan.rows});
+  if (turns * stages > INT32_MAX / 2 || channels * time / of_row > INT32_MAX / 2) return plan;
+  plan.stages = static_cast<int32_t>(stages);
+  plan.operand_bytes = static_cast<int32_t>(divide_up(plan.rows * 128, 1024) * 1024);
+  const int operands = op == Op::kCotangent ? 3 : 2;
+  const int slot = operands * plan.operand_bytes, ordered = operands * plan.rows * 128;
+  plan.most_bytes = shared_bytes - 4096;  // beside what the kernel declares
+  plan.warps = line_warps(op);
+  const int results = plan.warps * (operands - 1) * kLineStageBytes;
+  const int64_t most_slots = std::min<int64_t>((plan.most_bytes - results) / slot, kMostLineSlots);
+  if (most_slots < 2 + kLineSlotsInUse) return plan;
+  const int64_t ahead = (kLinedBytesAhead * places / blocks + ordered / 2) / ordered;
+  plan.ahead = static_cast<int32_t>(std::clamp(ahead, int64_t{2}, most_slots - kLineSlotsInUse));
+  plan.slots = static_cast<int32_t>(std::min(plan.ahead + int64_t{plan.warps}, most_slots));
+  // One block a multiprocessor.
+  plan.shared_bytes = std::max(plan.slots * slot + results, shared_bytes / 2 + 1024);
+  plan.blocks = blocks;
+  return plan;
+}
+
 // Where a is the same for several channels, da is summed over these.
 //   kInner  over neighbouring inner indices: each warp adds up its 32 channels
 //   kOuter  over outer indices: a block's groups are stacked, the same 32 inner indices of

@@ -81,13 +81,18 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* from, int 
       : "memory");
 }
 
-// An operand (outer, time, inner) of T as a tensor, of which boxes of steps x width are copied.
-// Rows must lie in 16-byte pieces.
-template <class T>
-cudaError_t boxes_of(const Problem& p, const Input& in, int64_t width, int64_t steps,
-                     CUtensorMap& out,
-                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_NONE) {
-  // The driver's function, without linking to the driver.
+// The same for a tensor of rows; see rows_of().
+__device__ __forceinline__ void copy_rows(void* to, const CUtensorMap* from, int row,
+                                          const Barrier& arrival) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(from), "r"(0), "r"(row), "r"(arrival.at())
+      : "memory");
+}
+
+// The driver's function that encodes tensors, without linking to the driver; or null.
+inline decltype(&cuTensorMapEncodeTiled) tensor_encoder() {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -101,19 +106,50 @@ cudaError_t boxes_of(const Problem& p, const Input& in, int64_t width, int64_t s
     const bool there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(there ? found : nullptr);
   }();
+  return encode;
+}
+// Of the type only the size counts.
+template <class T>
+inline constexpr CUtensorMapDataType kTensorType =
+    sizeof(T) == 8   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
+    : sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                     : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+
+// An operand (outer, time, inner) of T as a tensor, of which boxes of steps x width are copied.
+// Rows must lie in 16-byte pieces.
+template <class T>
+cudaError_t boxes_of(const Problem& p, const Input& in, int64_t width, int64_t steps,
+                     CUtensorMap& out,
+                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_NONE) {
+  const auto encode = tensor_encoder();
   if (!encode) return cudaErrorNotSupported;
-  // Of the type only the size counts.
-  constexpr CUtensorMapDataType kType = sizeof(T) == 8   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
-                                        : sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                                         : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const auto inner = static_cast<cuuint64_t>(p.inner), time = static_cast<cuuint64_t>(p.time);
   const cuuint64_t sizes[] = {inner, time, static_cast<cuuint64_t>(p.outer)};
   const cuuint64_t strides[] = {sizeof(T) * inner, sizeof(T) * inner * time};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(width), static_cast<cuuint32_t>(steps), 1};
   const cuuint32_t ones[] = {1, 1, 1};
-  const CUresult result = encode(&out, kType, 3, const_cast<void*>(in.data), sizes, strides, box,
-                                 ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&out, kTensorType<T>, 3, const_cast<void*>(in.data), sizes, strides, box, ones,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, promotion,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+}
+
+// An array from 16 bytes on as a tensor of rows of 128 bytes, of which boxes of `box` rows are
+// copied. In shared memory the 16-byte pieces of a row lie in another order, piece v of row r at
+// v ^ (r % 8), so that threads that read one row each meet in no bank.
+template <class T>
+cudaError_t rows_of(const void* data, int64_t rows, int box, CUtensorMap& out) {
+  const auto encode = tensor_encoder();
+  if (!encode) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {128 / sizeof(T), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t stride = 128;
+  const cuuint32_t boxes[] = {128 / sizeof(T), static_cast<cuuint32_t>(box)};
+  const cuuint32_t ones[] = {1, 1};
+  const CUresult result =
+      encode(&out, kTensorType<T>, 2, const_cast<void*>(data), sizes, &stride, boxes, ones,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 

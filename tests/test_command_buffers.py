@@ -25,6 +25,7 @@ KERNELS = (
     "sequential_kernel",
     "chained_kernel",
     "piped_kernel",
+    "lined_kernel",
     "general_kernel",
     "sum_over_tiles_kernel",
 )

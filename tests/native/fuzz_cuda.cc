@@ -42,10 +42,10 @@ struct NamedPath {
   Path path;
   const char* name;
 };
-constexpr NamedPath kPaths[] = {{Path::kAuto, "auto"},      {Path::kCluster, "cluster"},
-                                {Path::kBoxed, "boxed"},    {Path::kSequential, "sequential"},
-                                {Path::kPiped, "piped"},    {Path::kChained, "chained"},
-                                {Path::kGeneral, "general"}};
+constexpr NamedPath kPaths[] = {{Path::kAuto, "auto"},       {Path::kCluster, "cluster"},
+                                {Path::kBoxed, "boxed"},     {Path::kSequential, "sequential"},
+                                {Path::kLined, "lined"},     {Path::kPiped, "piped"},
+                                {Path::kChained, "chained"}, {Path::kGeneral, "general"}};
 constexpr int kPathCount = sizeof(kPaths) / sizeof(kPaths[0]);
 
 void demand(cudaError_t error, const char* what) {

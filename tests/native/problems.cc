@@ -138,12 +138,17 @@ bool draw_sum(Case& c, const Limits& limits) {
   return true;
 }
 
-// Now and then, long channels by themselves: time is all that can be split.
+// Now and then, channels by themselves whose time is contiguous: a few long ones, of which time is
+// all that can be split.
 bool draw_lines(Case& c, const Limits& limits) {
   Random random(c.seed ^ 0xc2b2ae3d27d4eb4fu);
   if (!random.chance(0.05)) return false;
   const int64_t most = limits.largest_bytes / byte_size(c.state) / 3;
   c.sizes = {random.pick(1, 3), random.pick(1, std::clamp<int64_t>(most, 1, 20000)), 1};
+  if (random.chance(0.3)) {  // or as many as there are multiprocessors, and more
+    const int64_t channels = random.pick(60, 300);
+    c.sizes = {channels, random.pick(1, std::clamp<int64_t>(most / channels, 1, 5000)), 1};
+  }
   c.axis = 1;
   return true;
 }

@@ -149,6 +149,36 @@ void check_piped(const PipedKernel& k, Op op, int64_t outer, int64_t time, int64
         "the chain carries all");
 }
 
+void check_lined(Op op, int64_t channels, int64_t time) {
+  if (op == Op::kTangent) return;
+  for (const int bytes : {2, 4, 8}) {
+    for (const int multiprocessors : {0, 1, 78, 132, 160}) {
+      const int shared_bytes = (time % 2 == 0 ? 227 : 99) * 1024;
+      const LinedPlan plan = plan_lined(op, bytes, channels, time, multiprocessors, shared_bytes);
+      if (plan.blocks == 0) continue;
+      const auto holds = [&](bool what, const char* text) {
+        expect(what, text, op, channels, time, 1, DType::kF32);
+      };
+      // Of a channel that begins with a row's last element, if it can.
+      const int64_t of_row = 128 / bytes;
+      const int64_t rows = divide_up(time + (time % of_row == 0 ? 0 : of_row - 1), of_row);
+      holds(plan.rows >= 1 && plan.rows <= 32 && plan.rows * 128 <= plan.operand_bytes &&
+                plan.operand_bytes % 1024 == 0,
+            "rows of a stage");
+      holds(int64_t{plan.stages} * plan.rows >= rows, "stages cover a channel");
+      holds(plan.blocks <= std::min<int64_t>(channels, std::max(multiprocessors, 1)),
+            "blocks of the lined path");
+      holds(plan.ahead >= 1 && plan.ahead <= plan.slots && plan.slots <= kMostLineSlots &&
+                plan.warps >= 1 && plan.warps <= kMostLineWarps,
+            "slots and warps of the lined path");
+      const int operands = op == Op::kCotangent ? 3 : 2;
+      holds(plan.slots * operands * plan.operand_bytes <= plan.shared_bytes &&
+                plan.shared_bytes <= plan.most_bytes,
+            "shared memory of the lined path");
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -163,6 +193,7 @@ int main(int argc, char** argv) {
     const int64_t outer = pick(14), time = pick(20), inner = pick(13);
     check(op, outer, time, inner, states[random() % 4]);
     for (const PipedKernel& k : kPipedKernels) check_piped(k, op, outer, time, inner);
+    check_lined(op, outer, time);
   }
   std::printf("%d of %d problems failed\n", failures, problems);
   return failures != 0;

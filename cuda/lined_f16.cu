@@ -1,0 +1,5 @@
+#include "cuda/lined.cuh"
+
+namespace jax_scan {
+template cudaError_t launch_lined<Float16>(const Problem&, const LinedPlan&, cudaStream_t);
+}  // namespace jax_scan
