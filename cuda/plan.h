@@ -377,6 +377,14 @@ inline constexpr int kMostBoxSlots = 16;
 inline constexpr int kWidestBox = 256;   // channels; the hardware has no wider ones
 inline constexpr int kBoxTeams = 3;      // of warps, which take boxes by turns
 inline constexpr int kMostBoxWarps = 8;  // of all teams
+inline constexpr int kRunPlace = 128;    // bytes of a slot for a run of a
+
+// Channels of a thread, by the bytes of b.
+JAX_SCAN_HD constexpr int channels_of_lane(int bytes) { return bytes == 2 ? 2 : 1; }
+
+// How a comes: by boxes as the other operands do; where it is the same for all inner indices, as
+// runs of a box's steps; without time, once for each channel.
+enum class BoxedA : uint8_t { kNone, kBoxes, kRuns, kFixed };
 
 // What a multiprocessor orders ahead, as above. Of the limit on an H200 in fp32 at (32,4096,256),
 // (8,2048,2048) and (2,4096,4096), with one team:
@@ -389,6 +397,8 @@ inline constexpr int kBoxedBytesAhead = 48 * 1024;
 inline constexpr int kLeastBoxBytes = 8 * 1024;
 
 struct BoxedPlan {
+  BoxedA a = BoxedA::kNone;
+  bool outer_shares_a = false;
   int64_t blocks = 0;  // 0: not a problem for this path
   int32_t strips = 0;  // blocks side by side
   int32_t width = 0;   // channels of a block
@@ -403,12 +413,13 @@ struct BoxedPlan {
 // many as that with rows of at least 256 bytes: those of 128 are too short, 0.875 at (2,4096,4096),
 // and 64 blocks that order twice as much ahead are as good as 128, 0.98. Where there are several
 // blocks for each multiprocessor, two share what it orders ahead.
-constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inner,
-                               int multiprocessors, int shared_bytes,
+constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic traffic,
+                               int64_t outer, int64_t inner, int multiprocessors, int shared_bytes,
                                int multiprocessor_shared_bytes) {
   BoxedPlan plan{};
+  plan.a = way_of_a;
   plan.most_bytes = shared_bytes - 4096;  // beside what the kernel declares
-  const int a = byte_size(t.a), b = byte_size(t.b), h = byte_size(t.h);
+  const int a = byte_size(t.a), b = byte_size(t.b);
   const bool cotangent = op == Op::kCotangent;
   const int64_t places = std::max(multiprocessors, 1), line = 128 / b;
   const int64_t strips = std::max(std::min(places / outer, inner / (2 * line)), int64_t{1});
@@ -428,20 +439,23 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inne
   const int64_t resident = std::min(turns, int64_t{2});
   const int64_t at_once = std::min(blocks, resident * places);
   const int64_t missing = std::max(places - at_once, int64_t{0});
-  const int64_t ahead = at_once > places
-                            ? kBoxedBytesAhead * places / at_once
-                            : kBoxedBytesAhead + kBoxedBytesAhead * missing *
-                                                     (cotangent && a > 2 ? 7 : 10) / (10 * at_once);
-  const int64_t step = width * (cotangent ? a + 2 * h : a + b);
+  // Less of it is reads where as much is written. What comes from the L2 cache comes on top.
+  const int64_t most = traffic.read > traffic.written ? kBoxedBytesAhead : 3 * kBoxedBytesAhead / 4;
+  const int64_t read = at_once > places
+                           ? most * places / at_once
+                           : most + most * missing * (cotangent && a > 2 ? 7 : 10) / (10 * at_once);
+  const int64_t ahead = read * traffic.copied / std::max(traffic.read, 1);
+  const int64_t step = width * traffic.copied;
   const auto slots_of = [&](int steps) { return ahead / (steps * step); };
   plan.steps = slots_of(long_box(b)) >= 4 ? long_box(b) : long_box(b) / 2;
   plan.slots =
       static_cast<int32_t>(std::clamp(slots_of(plan.steps), int64_t{2}, int64_t{kMostBoxSlots}));
   const auto warps = static_cast<int32_t>(divide_up(width, b == 2 ? 64 : 32));  // of a team
   plan.teams = std::min({plan.slots, kBoxTeams, kMostBoxWarps / warps});
-  const int64_t written = width * (cotangent ? a + b : h);
-  if (multiprocessors > 0 && plan.steps * (step + written) < kLeastBoxBytes) return plan;
-  const int64_t needed = plan.slots * plan.steps * step;
+  const int64_t moved = width * (traffic.read + traffic.written);
+  if (multiprocessors > 0 && plan.steps * moved < kLeastBoxBytes) return plan;
+  const int64_t needed =
+      plan.slots * (plan.steps * step + (way_of_a == BoxedA::kRuns ? kRunPlace : 0));
   // No more blocks than these find place at a time.
   const int64_t least = multiprocessor_shared_bytes / (resident + 1) + 1;
   if (std::max(needed, least) > plan.most_bytes) return plan;
