@@ -9,10 +9,14 @@
 // which copies in 16-byte pieces and so serves every layout, this serves whole arrays. Only a may
 // be shared (BoxedA in plan.h), and resets are the same for all inner indices: a warp's lanes load
 // those of a box, a turn ahead, and a box without any is walked as if there were none. da is summed
-// over time in registers, or over inner indices by a warp and then by a second kernel.
+// over time in registers, over inner indices by a warp, or over outer ones by a cluster of blocks,
+// one for each of some outer indices, which send each other their da. A second kernel adds up what
+// warps or clusters have.
 //
 // Barriers: `full`, for each slot, that its box has come; `empty`, that all warps of the team have
-// it; `handed`, for each warp, that the state of its channels lies in `states`.
+// it; `handed`, for each warp, that the state of its channels lies in `states`; `sent`, for each
+// warp and buffer, that the cluster's da of its channels has come; `room`, that the cluster's
+// blocks have added up what this warp has sent them.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -45,7 +49,21 @@ struct Boxes {
   BoxedA way_of_a;
   bool outer_shares_a;
   bool sums_lanes;  // da_out are sums over a warp's channels, (outer, inner / of a warp, time)
+  int32_t ranks;    // blocks of a cluster; if several, da_out are sums over these
 };
+
+// A thread's channels of an operand at one time, in the state's type.
+template <class S, class T, int V>
+__device__ __forceinline__ void unpack(S (&out)[V], Pack<T, V> pack) {
+  if constexpr (std::is_same_v<T, BFloat16> && V == 2) {
+    const auto word = internal::bit_cast<uint32_t>(pack);
+    out[0] = __uint_as_float(word << 16);
+    out[1] = __uint_as_float(word & 0xffff0000u);
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; ++v) out[v] = load_as<S>(pack.v[v]);
+  }
+}
 
 // A slot of the ring, and whether it is used for an even or an odd time.
 struct Turn {
@@ -73,8 +91,11 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   extern __shared__ __align__(128) char ring[];
   __shared__ Barrier full[kMostBoxSlots], empty[kMostBoxSlots], handed[kMostBoxWarps];
   __shared__ S states[kWidestBox];
-  const int outer = static_cast<int>(blockIdx.x) / boxes.strips;
-  const int first = (static_cast<int>(blockIdx.x) - outer * boxes.strips) * boxes.width;
+  __shared__ Barrier sent[2][kMostBoxWarps], room[2][kMostBoxWarps];
+  const int cluster = static_cast<int>(blockIdx.x) / boxes.ranks;
+  const int rank = static_cast<int>(blockIdx.x) - cluster * boxes.ranks;
+  const int outers = cluster / boxes.strips, outer = outers * boxes.ranks + rank;
+  const int first = (cluster - outers * boxes.strips) * boxes.width;
   const int time = static_cast<int>(p.time), stages = (time + kSteps - 1) / kSteps;
   const Walk walk(p);
   const bool uses_h = kOp == Op::kCotangent && p.h.data;
@@ -86,10 +107,20 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       full[k].init(1);
       empty[k].init(of_team / 32);
     }
-    for (int k = 0; k < workers / 32; ++k) handed[k].init(1);
+    for (int k = 0; k < workers / 32; ++k) {
+      handed[k].init(1);
+      for (int buffer = 0; buffer < 2; ++buffer) {
+        sent[buffer][k].init(1);
+        room[buffer][k].init(boxes.ranks);
+      }
+    }
     barriers_are_ready();
   }
-  __syncthreads();
+  if (boxes.ranks > 1) {
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
 
   // The lowest time of a stage's box.
   const auto lowest = [&](int stage) {
@@ -142,11 +173,13 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     }
   }
   // a without time.
-  Pack<A, V> a_of_all{};
+  S a_of_all[V] = {};
   if (boxes.way_of_a == BoxedA::kFixed && valid) {
     const A* of_outer = static_cast<const A*>(p.a.data) + p.a.at.outer_offset(outer);
 #pragma unroll
-    for (int v = 0; v < V; ++v) a_of_all.v[v] = of_outer[p.a.at.inner_offset(channel + v)];
+    for (int v = 0; v < V; ++v) {
+      a_of_all[v] = load_as<S>(of_outer[p.a.at.inner_offset(channel + v)]);
+    }
   }
   // Lane k's: whether the k-th step of a stage is cut.
   const int lane = thread % 32;
@@ -166,24 +199,58 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   A* da = static_cast<A*>(p.da_out.data) + start + own;
   const int64_t others = (boxes.teams - 1) * kSteps * row;
   const bool writes_y = valid && p.y.data;
-  const bool writes_da = valid && p.da_out.data && !p.da_over_time && !boxes.sums_lanes;
+  const bool writes_da =
+      valid && p.da_out.data && !p.da_over_time && !boxes.sums_lanes && boxes.ranks == 1;
   [[maybe_unused]] S da_sum[V] = {};
+
+  // The da that the cluster sends this warp, [buffer][warp][rank][step of this rank][lane], in the
+  // team's turns by turns.
+  using Sent = Pack<S, V>;
+  const int warp = thread / 32, of_rank = kSteps / boxes.ranks;  // a power of two
+  const auto buffer_of = [&](int number) {
+    return reinterpret_cast<Sent*>(ring + boxes.slots * slot_bytes) +
+           ((number & 1) * workers / 32 + warp) * kSteps * 32 + lane;
+  };
+  const int turns = (stages - team + boxes.teams - 1) / boxes.teams;
+  // Adds up what has been sent in the team's turn `number`, in the blocks' order.
+  const auto add_sent = [&](int number) {
+    sent[number & 1][warp].wait_for_cluster(number >> 1 & 1);
+    const Sent* const from = buffer_of(number);
+    const int s0 = (team + number * boxes.teams) * kSteps + rank * of_rank;
+    S* const out = static_cast<S*>(p.da_out.data) + int64_t{outers} * p.time * p.inner + channel;
+    for (int j = 0; j < of_rank; ++j) {
+      Sent sum = from[j * 32];
+      for (int k = 1; k < boxes.ranks; ++k) {
+        const Sent more = from[(k * of_rank + j) * 32];
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum.v[v] = sum.v[v] + more.v[v];
+      }
+      if (valid && s0 + j < time) {
+        *reinterpret_cast<Sent*>(out + walk.at(s0 + j) * p.inner) = sum;
+      }
+    }
+    __syncwarp();
+    // Nobody waits for more, nor may have ended.
+    if (number + 2 < turns && lane < boxes.ranks) room[number & 1][warp].arrive_in(lane);
+  };
+  int number = 0;
+
   Turn turn{team};
   uint32_t parity = 0;  // of the barrier for the state
   for (int stage = team; stage < stages; stage += boxes.teams) {
-    // Registers hold the steps in the order of the walk.
-    Pack<A, V> a[kSteps];
-    Pack<X, V> x[kSteps];
-    Pack<H, V> h[kOp == Op::kCotangent ? kSteps : 1];
+    // The steps in the order of the walk, in the state's type: what is left to do once the state is
+    // there is to be no more than the recurrence. Results take the places of x and h.
+    S a[kSteps][V], x[kSteps][V];
+    [[maybe_unused]] S h[kSteps][V];
     const char* const slot = ring + turn.slot * slot_bytes;
-    const auto take = [&](auto& packs, const char* box) {
-      using Packed = std::remove_reference_t<decltype(packs[0])>;
+    const auto take = [&](auto tag, auto& values, const char* box) {
+      using Packed = Pack<decltype(tag), V>;
       constexpr int kBytes = sizeof(Packed) / V;
       const int jump = walk.step() * boxes.width * kBytes;
       const char* from = box + column * kBytes - (walk.descending ? (kSteps - 1) * jump : 0);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        packs[k] = *reinterpret_cast<const Packed*>(from);
+        unpack(values[k], *reinterpret_cast<const Packed*>(from));
         from += jump;
       }
     };
@@ -195,66 +262,83 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     }
     full[turn.slot].wait(turn.parity);
     if (boxes.way_of_a == BoxedA::kBoxes) {
-      take(a, slot);
+      take(A{}, a, slot);
     } else if (by_runs) {
       const A* const run = reinterpret_cast<const A*>(slot);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const A same = run[walk.descending ? kSteps - 1 - k : k];
+        const S same = load_as<S>(run[walk.descending ? kSteps - 1 - k : k]);
 #pragma unroll
-        for (int v = 0; v < V; ++v) a[k].v[v] = same;
+        for (int v = 0; v < V; ++v) a[k][v] = same;
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) a[k] = a_of_all;
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) a[k][v] = a_of_all[v];
+      }
     }
-    take(x, slot + boxes.a_bytes);
+    take(X{}, x, slot + boxes.a_bytes);
     if constexpr (kOp == Op::kCotangent) {
-      if (uses_h) take(h, slot + boxes.a_bytes + boxes.x_bytes);
+      if (uses_h) {
+        take(H{}, h, slot + boxes.a_bytes + boxes.x_bytes);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int v = 0; v < V; ++v) h[k][v] = S(0);
+        }
+      }
     }
     __syncwarp();
     if (lane == 0) empty[turn.slot].arrive();
     turn.advance(boxes.teams, boxes.slots);
 
+    const int s0 = stage * kSteps, left = time - s0;
+    const int first_step = static_cast<int>(walk.first_step(kOp)) - s0;
+    if (first_step >= 0 && first_step < kSteps) {
+      if (!p.has_h0) cuts |= 1u << first_step;
+      if constexpr (kOp == Op::kCotangent) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int v = 0; v < V; ++v) h[k][v] = k == first_step ? h0[v] : h[k][v];
+        }
+      }
+    }
+
     if (stage > 0 && boxes.teams > 1) {
-      handed[thread / 32].wait(parity);
+      handed[warp].wait(parity);
       parity ^= 1;
 #pragma unroll
       for (int v = 0; v < V; ++v) s[v] = states[column + v];
     }
-    const int s0 = stage * kSteps, left = time - s0;
-    const int first_step = static_cast<int>(walk.first_step(kOp)) - s0;
-    // The results take the operands' places, in the state's type.
-    S y_of[kSteps][V];
-    [[maybe_unused]] S da_of[kOp == Op::kCotangent ? kSteps : 1][V];
-    const auto step = [&](int k, bool cut, bool is_first) {
+    const auto step = [&](int k, bool cut) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        Step<S> in{load_as<S>(a[k].v[v]), load_as<S>(x[k].v[v]), S(0), cut};
-        if constexpr (kOp == Op::kCotangent) {
-          if (uses_h) in.h = load_as<S>(h[k].v[v]);
-          if (is_first) in.h = h0[v];
-        }
+        Step<S> in{a[k][v], x[k][v], S(0), cut};
+        if constexpr (kOp == Op::kCotangent) in.h = h[k][v];
         const Written<S> out = advance<kOp>(s[v], in);
-        y_of[k][v] = out.y;
-        if constexpr (kOp == Op::kCotangent) da_of[k][v] = out.da_out;
+        x[k][v] = out.y;
+        if constexpr (kOp == Op::kCotangent) h[k][v] = out.da_out;
       }
     };
-    const bool has_first = first_step >= 0 && first_step < kSteps;
-    if (has_first && !p.has_h0) cuts |= 1u << first_step;
-    if (left >= kSteps && cuts == 0 && !(kOp == Op::kCotangent && has_first)) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) step(k, false, false);
-    } else {
+    if (left < kSteps) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         if (k < left) {
-          step(k, (cuts >> k & 1u) != 0, k == first_step);
+          step(k, (cuts >> k & 1u) != 0);
         } else if constexpr (kOp == Op::kCotangent) {
 #pragma unroll
-          for (int v = 0; v < V; ++v) da_of[k][v] = S(0);
+          for (int v = 0; v < V; ++v) h[k][v] = S(0);
         }
       }
+    } else if (cuts != 0) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k, (cuts >> k & 1u) != 0);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k, false);
     }
 
     if (stage + 1 < stages) {
@@ -275,7 +359,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       if (writes_y) {
         Pack<Y, V> pack;
 #pragma unroll
-        for (int v = 0; v < V; ++v) pack.v[v] = store_as<Y>(y_of[k][v]);
+        for (int v = 0; v < V; ++v) pack.v[v] = store_as<Y>(x[k][v]);
         *reinterpret_cast<Pack<Y, V>*>(y) = pack;
       }
       y += row;
@@ -283,7 +367,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
         if (writes_da) {
           Pack<A, V> pack;
 #pragma unroll
-          for (int v = 0; v < V; ++v) pack.v[v] = store_as<A>(da_of[k][v]);
+          for (int v = 0; v < V; ++v) pack.v[v] = store_as<A>(h[k][v]);
           *reinterpret_cast<Pack<A, V>*>(da) = pack;
         }
         da += row;
@@ -305,33 +389,52 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       if (p.da_over_time) {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          S sum = da_of[0][v];
+          S sum = h[0][v];
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) sum = sum + da_of[k][v];
+          for (int k = 1; k < kSteps; ++k) sum = sum + h[k][v];
           da_sum[v] = da_sum[v] + sum;
         }
       } else if (boxes.sums_lanes) {
         S sums[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          sums[k] = da_of[k][0];
-          if constexpr (V == 2) sums[k] = sums[k] + da_of[k][1];
+          sums[k] = h[k][0];
+          if constexpr (V == 2) sums[k] = sums[k] + h[k][1];
         }
         const int k = LaneSums<S, kSteps>::add(sums, lane);
         if (valid && lane % LaneSums<S, kSteps>::kSame == 0 && k < left) {
-          const int64_t warp = (outer * p.inner + channel) / (32 * V);
-          static_cast<S*>(p.da_out.data)[warp * p.time + walk.at(s0 + k)] = sums[0];
+          const int64_t of_all = (outer * p.inner + channel) / (32 * V);
+          static_cast<S*>(p.da_out.data)[of_all * p.time + walk.at(s0 + k)] = sums[0];
         }
+      } else if (boxes.ranks > 1) {
+        Barrier& arrival = sent[number & 1][warp];
+        if (number > 1) room[number & 1][warp].wait_for_cluster((number >> 1 & 1) ^ 1);
+        if (lane == 0) arrival.arrive_and_expect(kSteps * 32 * sizeof(Sent));
+        const uint32_t to = shared_address(buffer_of(number) + rank * of_rank * 32);
+        const uint32_t to_barrier = arrival.at() - to;
+        const int shift = 31 - __clz(of_rank);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          Sent mine;
+#pragma unroll
+          for (int v = 0; v < V; ++v) mine.v[v] = h[k][v];
+          const uint32_t there = address_in(to, k >> shift);
+          store_in(there + (k & (of_rank - 1)) * 32 * static_cast<int>(sizeof(Sent)), mine,
+                   there + to_barrier);
+        }
+        if (number > 0) add_sent(number - 1);
+        ++number;
       }
     }
   }
 
   if constexpr (kOp == Op::kCotangent) {
+    if (number > 0) add_sent(number - 1);
     if (!p.da_over_time || !p.da_out.data) return;
     // From the team of the last stage on, each adds its sum to that of those before it.
     const int before = (team + boxes.teams - (stages - 1) % boxes.teams) % boxes.teams;
     if (before > 0) {
-      handed[thread / 32].wait(parity);
+      handed[warp].wait(parity);
 #pragma unroll
       for (int v = 0; v < V; ++v) da_sum[v] = states[column + v] + da_sum[v];
     }
@@ -351,17 +454,17 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
 
 }  // namespace boxed
 
-// Short boxes are those of which a multiprocessor may have two blocks.
 template <Op kOp, class A, class B, class H, int kSteps>
-__global__ void __launch_bounds__(32 * kMostBoxWarps + 32, kSteps < long_box(sizeof(B)) ? 2 : 1)
+__global__ void __launch_bounds__(32 * box_warps(kSteps, sizeof(B)))
     boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
   if constexpr (kHasBulkCopies) boxed::walk_boxes<kOp, A, B, H, kSteps>(p, boxes);
 }
 
 namespace boxed {
 
+// `ranks`: how many blocks make a cluster; at first, how many may at most.
 template <Op kOp, class A, class B, class H, int kSteps>
-cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
+cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream, int& ranks) {
   using T = Types<kOp, A, B, H>;
   using X = typename T::X;
   const int elements = plan.width * plan.steps;
@@ -374,7 +477,7 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
   boxes.h_bytes = elements * static_cast<int>(sizeof(H));
   boxes.way_of_a = plan.a;
   boxes.outer_shares_a = plan.outer_shares_a;
-  boxes.sums_lanes = p.da_over_runs();
+  boxes.sums_lanes = da_sum(p) == DaSum::kInner;
   cudaError_t error = cudaSuccess;
   Problem of_a = p;
   if (plan.outer_shares_a) of_a.outer = 1;
@@ -399,14 +502,31 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
   if (error != cudaSuccess) return error;
   const int workers = plan.teams * static_cast<int>(divide_up(plan.width, 32 * T::kVector)) * 32;
-  kernel<<<static_cast<unsigned>(plan.blocks), workers + 32, plan.shared_bytes, stream>>>(p, boxes);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(workers + 32));
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  // The largest cluster with which all blocks find a place at a time.
+  for (; ranks > 1; ranks /= 2) {
+    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+    config.numAttrs = 1;
+    int clusters = 0;
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess) return error;
+    if (ranks == 2 || int64_t{clusters} * ranks >= plan.blocks) break;
+  }
+  boxes.ranks = ranks;
+  return cudaLaunchKernelEx(&config, kernel, p, boxes);
 }
 
 template <class A, class B, class H, int kSteps>
-cudaError_t launch_steps(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
-  return p.op == Op::kCotangent ? launch_op<Op::kCotangent, A, B, H, kSteps>(p, plan, stream)
-                                : launch_op<Op::kScan, A, B, H, kSteps>(p, plan, stream);
+cudaError_t launch_steps(const Problem& p, const BoxedPlan& plan, cudaStream_t stream, int& ranks) {
+  return p.op == Op::kCotangent ? launch_op<Op::kCotangent, A, B, H, kSteps>(p, plan, stream, ranks)
+                                : launch_op<Op::kScan, A, B, H, kSteps>(p, plan, stream, ranks);
 }
 
 }  // namespace boxed
@@ -418,12 +538,16 @@ cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, void* wo
   constexpr int kLong = long_box(sizeof(B));
   Problem p = problem;
   if (p.da_over_runs()) p.da_out = {workspace, p.state};
+  int ranks = plan.most_ranks;
   const cudaError_t error = plan.steps == kLong
-                                ? boxed::launch_steps<A, B, H, kLong>(p, plan, stream)
-                                : boxed::launch_steps<A, B, H, kLong / 2>(p, plan, stream);
+                                ? boxed::launch_steps<A, B, H, kLong>(p, plan, stream, ranks)
+                                : boxed::launch_steps<A, B, H, kLong / 2>(p, plan, stream, ranks);
   if (error != cudaSuccess || !p.da_over_runs()) return error;
   const int64_t beside = p.inner / p.da_inner_run, of_warp = 32 * channels_of_lane(sizeof(B));
-  const TileSums sums{p.outer * beside, p.da_inner_run / of_warp, p.time, beside};
+  const TileSums sums =
+      da_sum(p) == DaSum::kInner
+          ? TileSums{p.outer * beside, p.da_inner_run / of_warp, p.time, beside}
+          : TileSums{p.outer / p.da_outer_run, p.da_outer_run / ranks, p.time * p.inner, 1};
   return sum_over_tiles(problem.da_out, static_cast<const S*>(workspace), sums, stream);
 }
 

@@ -374,13 +374,21 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 // Steps of a long box, all of which a thread keeps in registers; a short one has half of them.
 JAX_SCAN_HD constexpr int long_box(int bytes) { return bytes == 8 ? 8 : 16; }
 inline constexpr int kMostBoxSlots = 16;
-inline constexpr int kWidestBox = 256;   // channels; the hardware has no wider ones
-inline constexpr int kBoxTeams = 3;      // of warps, which take boxes by turns
-inline constexpr int kMostBoxWarps = 8;  // of all teams
-inline constexpr int kRunPlace = 128;    // bytes of a slot for a run of a
+inline constexpr int kWidestBox = 256;    // channels; the hardware has no wider ones
+inline constexpr int kBoxTeams = 5;       // of warps, which take boxes by turns
+inline constexpr int kMostBoxWarps = 12;  // of all teams
+inline constexpr int kRunPlace = 128;     // bytes of a slot for a run of a
+
+inline constexpr int kMostSumRanks = 8;  // blocks of a cluster that sum da over outer indices
 
 // Channels of a thread, by the bytes of b.
 JAX_SCAN_HD constexpr int channels_of_lane(int bytes) { return bytes == 2 ? 2 : 1; }
+
+// Warps of a multiprocessor for which a kernel's registers are shared out. Two blocks have short
+// boxes, and nine warps each; of two 16-bit channels a thread has so much to hold that it is seven.
+JAX_SCAN_HD constexpr int box_warps(int steps, int bytes) {
+  return steps == long_box(bytes) ? 12 : channels_of_lane(bytes) == 1 ? 20 : 16;
+}
 
 // How a comes: by boxes as the other operands do; where it is the same for all inner indices, as
 // runs of a box's steps; without time, once for each channel.
@@ -405,6 +413,7 @@ struct BoxedPlan {
   int32_t steps = 0;   // of a box
   int32_t slots = 0;
   int32_t teams = 0;
+  int32_t most_ranks = 1;    // blocks of a cluster
   int32_t shared_bytes = 0;  // of a block
   int32_t most_bytes = 0;    // that a block of the GPU can have
 };
@@ -414,7 +423,8 @@ struct BoxedPlan {
 // and 64 blocks that order twice as much ahead are as good as 128, 0.98. Where there are several
 // blocks for each multiprocessor, two share what it orders ahead.
 constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic traffic,
-                               int64_t outer, int64_t inner, int multiprocessors, int shared_bytes,
+                               int64_t da_outer_run, int64_t outer, int64_t inner,
+                               int multiprocessors, int shared_bytes,
                                int multiprocessor_shared_bytes) {
   BoxedPlan plan{};
   plan.a = way_of_a;
@@ -440,7 +450,9 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic tr
   const int64_t at_once = std::min(blocks, resident * places);
   const int64_t missing = std::max(places - at_once, int64_t{0});
   // Less of it is reads where as much is written. What comes from the L2 cache comes on top.
-  const int64_t most = traffic.read > traffic.written ? kBoxedBytesAhead : 3 * kBoxedBytesAhead / 4;
+  const int64_t most = traffic.read > traffic.written   ? kBoxedBytesAhead
+                       : traffic.read == traffic.copied ? 7 * kBoxedBytesAhead / 8
+                                                        : 3 * kBoxedBytesAhead / 4;
   const int64_t read = at_once > places
                            ? most * places / at_once
                            : most + most * missing * (cotangent && a > 2 ? 7 : 10) / (10 * at_once);
@@ -451,11 +463,19 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic tr
   plan.slots =
       static_cast<int32_t>(std::clamp(slots_of(plan.steps), int64_t{2}, int64_t{kMostBoxSlots}));
   const auto warps = static_cast<int32_t>(divide_up(width, b == 2 ? 64 : 32));  // of a team
-  plan.teams = std::min({plan.slots, kBoxTeams, kMostBoxWarps / warps});
+  // One warp of a block orders boxes.
+  const int most_warps = resident > 1 ? 8 : std::min(kMostBoxWarps, box_warps(plan.steps, b) - 1);
+  plan.teams = std::min({plan.slots, kBoxTeams, most_warps / warps});
   const int64_t moved = width * (traffic.read + traffic.written);
   if (multiprocessors > 0 && plan.steps * moved < kLeastBoxBytes) return plan;
-  const int64_t needed =
-      plan.slots * (plan.steps * step + (way_of_a == BoxedA::kRuns ? kRunPlace : 0));
+  int64_t needed = plan.slots * (plan.steps * step + (way_of_a == BoxedA::kRuns ? kRunPlace : 0));
+  if (da_outer_run > 1) {
+    plan.most_ranks = std::min(kMostSumRanks, plan.steps);
+    while (da_outer_run % plan.most_ranks != 0) plan.most_ranks /= 2;
+    // Two buffers for what a cluster sends.
+    needed +=
+        int64_t{2} * plan.steps * plan.teams * warps * 32 * std::max(channels_of_lane(b) * 4, b);
+  }
   // No more blocks than these find place at a time.
   const int64_t least = multiprocessor_shared_bytes / (resident + 1) + 1;
   if (std::max(needed, least) > plan.most_bytes) return plan;

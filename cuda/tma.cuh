@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/device.cuh"
 
 namespace jax_scan {
 
@@ -21,6 +22,19 @@ inline constexpr bool kHasBulkCopies = true;
 
 __device__ __forceinline__ uint32_t shared_address(const void* place) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+// Where the block `rank` of the cluster has what this one has at `address`.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Waits until all blocks of the cluster are here.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // An mbarrier in shared memory, which is passed again and again. `parity`: of the number of earlier
@@ -46,6 +60,21 @@ class Barrier {
         "r"(parity)
         : "memory");
   }
+  // Arrives at the one in the block `rank` of the cluster.
+  __device__ void arrive_in(int rank) const {
+    asm volatile(
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(at(), rank))
+        : "memory");
+  }
+  // Sees what other blocks of the cluster have written before they arrived.
+  __device__ void wait_for_cluster(uint32_t parity) const {
+    asm volatile(
+        "{ .reg .pred done;\n\t"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again; }" ::"r"(at()),
+        "r"(parity)
+        : "memory");
+  }
   __device__ uint32_t at() const { return shared_address(&word_); }
 
  private:
@@ -60,6 +89,26 @@ __device__ __forceinline__ void barriers_are_ready() {
 // it.
 __device__ __forceinline__ void before_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Writes a value of 4 or 8 bytes to another block of the cluster, and counts these bytes at a
+// barrier of that block: both are addresses there.
+template <class T>
+__device__ __forceinline__ void store_in(uint32_t place, T value, uint32_t arrival) {
+  const Words<T> w = internal::bit_cast<Words<T>>(value);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(place),
+        "r"(w.word[0]), "r"(arrival)
+        : "memory");
+  } else {
+    static_assert(sizeof(T) == 8);
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+            place),
+        "r"(w.word[0]), "r"(w.word[1]), "r"(arrival)
+        : "memory");
+  }
 }
 
 // Source, place and size in multiples of 16 bytes.
