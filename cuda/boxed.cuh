@@ -14,7 +14,7 @@
 // warps or clusters have.
 //
 // Barriers: `full`, for each slot, that its box has come; `empty`, that all warps of the team have
-// it; `handed`, for each warp, that the state of its channels lies in `states`; `sent`, for each
+// it; named ones, for each warp, that the state of its channels lies in `states`; `sent`, for each
 // warp and buffer, that the cluster's da of its channels has come; `room`, that the cluster's
 // blocks have added up what this warp has sent them.
 #pragma once
@@ -89,7 +89,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   constexpr int V = T::kVector;
 
   extern __shared__ __align__(128) char ring[];
-  __shared__ Barrier full[kMostBoxSlots], empty[kMostBoxSlots], handed[kMostBoxWarps];
+  __shared__ Barrier full[kMostBoxSlots], empty[kMostBoxSlots];
   __shared__ S states[kWidestBox];
   __shared__ Barrier sent[2][kMostBoxWarps], room[2][kMostBoxWarps];
   const int cluster = static_cast<int>(blockIdx.x) / boxes.ranks;
@@ -108,7 +108,6 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       empty[k].init(of_team / 32);
     }
     for (int k = 0; k < workers / 32; ++k) {
-      handed[k].init(1);
       for (int buffer = 0; buffer < 2; ++buffer) {
         sent[buffer][k].init(1);
         room[buffer][k].init(boxes.ranks);
@@ -154,8 +153,10 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   }
 
   const int team = thread / of_team, in_team = thread - team * of_team;
-  // The same channels' one of the next team.
-  const int next_warp = (team + 1 == boxes.teams ? in_team : thread + of_team) / 32;
+  // Of this warp and that of the last team, and of this one and that of the next.
+  const int warp = thread / 32;
+  const NamedBarrier from_last(1 + warp, 64);
+  const NamedBarrier to_next(1 + (team + 1 == boxes.teams ? in_team : thread + of_team) / 32, 64);
   const int column = in_team * V;
   const int64_t channel = first + column;
   const bool valid = column < boxes.width && channel < p.inner;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   // The da that the cluster sends this warp, [buffer][warp][rank][step of this rank][lane], in the
   // team's turns by turns.
   using Sent = Pack<S, V>;
-  const int warp = thread / 32, of_rank = kSteps / boxes.ranks;  // a power of two
+  const int of_rank = kSteps / boxes.ranks;  // a power of two
   const auto buffer_of = [&](int number) {
     return reinterpret_cast<Sent*>(ring + boxes.slots * slot_bytes) +
            ((number & 1) * workers / 32 + warp) * kSteps * 32 + lane;
@@ -236,7 +237,6 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   int number = 0;
 
   Turn turn{team};
-  uint32_t parity = 0;  // of the barrier for the state
   for (int stage = team; stage < stages; stage += boxes.teams) {
     // The steps in the order of the walk, in the state's type: what is left to do once the state is
     // there is to be no more than the recurrence. Results take the places of x and h.
@@ -308,8 +308,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     }
 
     if (stage > 0 && boxes.teams > 1) {
-      handed[warp].wait(parity);
-      parity ^= 1;
+      from_last.wait();
 #pragma unroll
       for (int v = 0; v < V; ++v) s[v] = states[column + v];
     }
@@ -345,8 +344,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       if (boxes.teams > 1) {
 #pragma unroll
         for (int v = 0; v < V; ++v) states[column + v] = s[v];
-        __syncwarp();
-        if (lane == 0) handed[next_warp].arrive();
+        to_next.arrive();
       }
     } else if (valid && p.final.data) {
 #pragma unroll
@@ -434,15 +432,14 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     // From the team of the last stage on, each adds its sum to that of those before it.
     const int before = (team + boxes.teams - (stages - 1) % boxes.teams) % boxes.teams;
     if (before > 0) {
-      handed[warp].wait(parity);
+      from_last.wait();
 #pragma unroll
       for (int v = 0; v < V; ++v) da_sum[v] = states[column + v] + da_sum[v];
     }
     if (before + 1 < boxes.teams) {
 #pragma unroll
       for (int v = 0; v < V; ++v) states[column + v] = da_sum[v];
-      __syncwarp();
-      if (lane == 0) handed[next_warp].arrive();
+      to_next.arrive();
     } else if (valid) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
@@ -455,7 +452,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
 }  // namespace boxed
 
 template <Op kOp, class A, class B, class H, int kSteps>
-__global__ void __launch_bounds__(32 * box_warps(kSteps, sizeof(B)))
+__global__ void __launch_bounds__(32 * box_warps(kSteps, sizeof(B)), 1)
     boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
   if constexpr (kHasBulkCopies) boxed::walk_boxes<kOp, A, B, H, kSteps>(p, boxes);
 }

@@ -376,7 +376,7 @@ JAX_SCAN_HD constexpr int long_box(int bytes) { return bytes == 8 ? 8 : 16; }
 inline constexpr int kMostBoxSlots = 16;
 inline constexpr int kWidestBox = 256;    // channels; the hardware has no wider ones
 inline constexpr int kBoxTeams = 5;       // of warps, which take boxes by turns
-inline constexpr int kMostBoxWarps = 12;  // of all teams
+inline constexpr int kMostBoxWarps = 12;  // of all teams; each takes one of a block's 16 barriers
 inline constexpr int kRunPlace = 128;     // bytes of a slot for a run of a
 
 inline constexpr int kMostSumRanks = 8;  // blocks of a cluster that sum da over outer indices
@@ -451,7 +451,7 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic tr
   const int64_t missing = std::max(places - at_once, int64_t{0});
   // Less of it is reads where as much is written. What comes from the L2 cache comes on top.
   const int64_t most = traffic.read > traffic.written   ? kBoxedBytesAhead
-                       : traffic.read == traffic.copied ? 7 * kBoxedBytesAhead / 8
+                       : traffic.read == traffic.copied ? 5 * kBoxedBytesAhead / 6
                                                         : 3 * kBoxedBytesAhead / 4;
   const int64_t read = at_once > places
                            ? most * places / at_once
@@ -466,8 +466,8 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic tr
   // One warp of a block orders boxes.
   const int most_warps = resident > 1 ? 8 : std::min(kMostBoxWarps, box_warps(plan.steps, b) - 1);
   plan.teams = std::min({plan.slots, kBoxTeams, most_warps / warps});
-  const int64_t moved = width * (traffic.read + traffic.written);
-  if (multiprocessors > 0 && plan.steps * moved < kLeastBoxBytes) return plan;
+  const int64_t moved = plan.steps * width * (traffic.read + traffic.written);
+  if (multiprocessors > 0 && moved * at_once < kLeastBoxBytes * places) return plan;
   int64_t needed = plan.slots * (plan.steps * step + (way_of_a == BoxedA::kRuns ? kRunPlace : 0));
   if (da_outer_run > 1) {
     plan.most_ranks = std::min(kMostSumRanks, plan.steps);

@@ -61,23 +61,6 @@ __device__ __forceinline__ int64_t opaque(int64_t stride) {
   return stride;
 }
 
-// A barrier of some of the block's warps. arrive() announces and goes on; what was written before
-// it is seen behind the wait() that it completes.
-class Barrier {
- public:
-  __device__ Barrier(int id, int threads) : id_(id), threads_(threads) {}
-  __device__ __forceinline__ void wait() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
-  }
-  __device__ __forceinline__ void arrive() const {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
-  }
-
- private:
-  int id_;
-  int threads_;
-};
-
 // Where a thread stands in its block: warps lie [team][group], a group being 32 channels. Groups
 // are neighbours, or where outer indices are stacked have the same inner indices of successive
 // outer ones.
@@ -402,10 +385,10 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     fetch(place.team * kSteps + k * turn, k * place.groups);
   }
 
-  const Barrier within_team(1 + place.team, 32 * place.groups);
+  const NamedBarrier within_team(1 + place.team, 32 * place.groups);
   const int next_team = place.team + 1 == plan.teams ? 0 : place.team + 1;
-  const Barrier from_last_team(1 + plan.teams + place.team, 64 * place.groups);
-  const Barrier to_next_team(1 + plan.teams + next_team, 64 * place.groups);
+  const NamedBarrier from_last_team(1 + plan.teams + place.team, 64 * place.groups);
+  const NamedBarrier to_next_team(1 + plan.teams + next_team, 64 * place.groups);
   if (place.team == 0) {
     const Channel at(channel, p);
     *handed_over = p.init.data ? load_one<S>(p.init, at.o, at.i, 0) : S(0);

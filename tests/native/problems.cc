@@ -958,6 +958,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   // As where da is summed.
   if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {
     c.arrays[kA].broadcast = c.arrays[kDaOut].broadcast;
+    c.arrays[kA].repeated = 0;
   }
   return c;
 }

@@ -102,6 +102,7 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
         holds(plan.slots >= 2 && plan.slots <= kMostBoxSlots && plan.teams >= 1 &&
                   plan.teams <= plan.slots && plan.teams * warps <= kMostBoxWarps,
               "teams and their slots");
+        holds(plan.teams * warps < box_warps(plan.steps, size), "registers of a block");
         const int run = way == BoxedA::kRuns ? kRunPlace : 0;
         const int state = byte_size(t.b) == 2 ? 4 : byte_size(t.b);
         const int sent = outer_run > 1 ? 2 * plan.steps * plan.teams * plan.width * state : 0;
