@@ -204,19 +204,20 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       valid && p.da_out.data && !p.da_over_time && !boxes.sums_lanes && boxes.ranks == 1;
   [[maybe_unused]] S da_sum[V] = {};
 
-  // The da that the cluster sends this warp, [buffer][warp][rank][step of this rank][lane], in the
-  // team's turns by turns.
+  // The da that this warp sends to the cluster, and that the cluster sends it, both
+  // [buffer][warp][rank][step of this rank][lane], in the team's turns by turns.
   using Sent = Pack<S, V>;
-  const int of_rank = kSteps / boxes.ranks;  // a power of two
-  const auto buffer_of = [&](int number) {
+  const int of_rank = kSteps / boxes.ranks;
+  const auto sent_in = [&](int number) {
     return reinterpret_cast<Sent*>(ring + boxes.slots * slot_bytes) +
-           ((number & 1) * workers / 32 + warp) * kSteps * 32 + lane;
+           ((number & 1) * workers / 32 + warp) * kSteps * 32;
   };
+  const auto come_in = [&](int number) { return sent_in(number) + workers * kSteps * 2; };
   const int turns = (stages - team + boxes.teams - 1) / boxes.teams;
   // Adds up what has been sent in the team's turn `number`, in the blocks' order.
   const auto add_sent = [&](int number) {
     sent[number & 1][warp].wait_for_cluster(number >> 1 & 1);
-    const Sent* const from = buffer_of(number);
+    const Sent* const from = come_in(number) + lane;
     const int s0 = (team + number * boxes.teams) * kSteps + rank * of_rank;
     S* const out = static_cast<S*>(p.da_out.data) + int64_t{outers} * p.time * p.inner + channel;
     for (int j = 0; j < of_rank; ++j) {
@@ -407,18 +408,22 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       } else if (boxes.ranks > 1) {
         Barrier& arrival = sent[number & 1][warp];
         if (number > 1) room[number & 1][warp].wait_for_cluster((number >> 1 & 1) ^ 1);
-        if (lane == 0) arrival.arrive_and_expect(kSteps * 32 * sizeof(Sent));
-        const uint32_t to = shared_address(buffer_of(number) + rank * of_rank * 32);
-        const uint32_t to_barrier = arrival.at() - to;
-        const int shift = 31 - __clz(of_rank);
+        Sent* const from = sent_in(number);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           Sent mine;
 #pragma unroll
           for (int v = 0; v < V; ++v) mine.v[v] = h[k][v];
-          const uint32_t there = address_in(to, k >> shift);
-          store_in(there + (k & (of_rank - 1)) * 32 * static_cast<int>(sizeof(Sent)), mine,
-                   there + to_barrier);
+          from[k * 32 + lane] = mine;
+        }
+        before_bulk_copies();
+        if (lane == 0) arrival.arrive_and_expect(kSteps * 32 * sizeof(Sent));
+        __syncwarp();
+        if (lane < boxes.ranks) {
+          const int run = of_rank * 32;
+          copy_to_block(address_in(shared_address(come_in(number) + rank * run), lane),
+                        from + lane * run, static_cast<uint32_t>(run * sizeof(Sent)),
+                        address_in(arrival.at(), lane));
         }
         if (number > 0) add_sent(number - 1);
         ++number;

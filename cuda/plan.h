@@ -472,9 +472,9 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, Traffic tr
   if (da_outer_run > 1) {
     plan.most_ranks = std::min(kMostSumRanks, plan.steps);
     while (da_outer_run % plan.most_ranks != 0) plan.most_ranks /= 2;
-    // Two buffers for what a cluster sends.
+    // Two buffers for what is sent, and two for what comes.
     needed +=
-        int64_t{2} * plan.steps * plan.teams * warps * 32 * std::max(channels_of_lane(b) * 4, b);
+        int64_t{4} * plan.steps * plan.teams * warps * 32 * std::max(channels_of_lane(b) * 4, b);
   }
   // No more blocks than these find place at a time.
   const int64_t least = multiprocessor_shared_bytes / (resident + 1) + 1;

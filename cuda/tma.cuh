@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/device.cuh"
 
 namespace jax_scan {
 
@@ -91,26 +90,6 @@ __device__ __forceinline__ void before_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Writes a value of 4 or 8 bytes to another block of the cluster, and counts these bytes at a
-// barrier of that block: both are addresses there.
-template <class T>
-__device__ __forceinline__ void store_in(uint32_t place, T value, uint32_t arrival) {
-  const Words<T> w = internal::bit_cast<Words<T>>(value);
-  if constexpr (sizeof(T) == 4) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(place),
-        "r"(w.word[0]), "r"(arrival)
-        : "memory");
-  } else {
-    static_assert(sizeof(T) == 8);
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-            place),
-        "r"(w.word[0]), "r"(w.word[1]), "r"(arrival)
-        : "memory");
-  }
-}
-
 // Source, place and size in multiples of 16 bytes.
 __device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t bytes,
                                          const Barrier& arrival) {
@@ -118,6 +97,16 @@ __device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t by
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(arrival.at())
+      : "memory");
+}
+// The same from here to another block of the cluster, of which the place and the barrier are
+// addresses.
+__device__ __forceinline__ void copy_to_block(uint32_t to, const void* from, uint32_t bytes,
+                                              uint32_t arrival) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(shared_address(from)), "r"(bytes), "r"(arrival)
       : "memory");
 }
 // What lies outside of the tensor becomes zero.

@@ -105,7 +105,7 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
         holds(plan.teams * warps < box_warps(plan.steps, size), "registers of a block");
         const int run = way == BoxedA::kRuns ? kRunPlace : 0;
         const int state = byte_size(t.b) == 2 ? 4 : byte_size(t.b);
-        const int sent = outer_run > 1 ? 2 * plan.steps * plan.teams * plan.width * state : 0;
+        const int sent = outer_run > 1 ? 4 * plan.steps * plan.teams * plan.width * state : 0;
         holds(outer_run % plan.most_ranks == 0 && plan.steps % plan.most_ranks == 0, "clusters");
         holds(plan.slots * (plan.steps * plan.width * traffic.copied + run) + sent <=
                       plan.shared_bytes &&
