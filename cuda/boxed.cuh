@@ -9,14 +9,11 @@
 // which copies in 16-byte pieces and so serves every layout, this serves whole arrays. Only a may
 // be shared (BoxedA in plan.h), and resets are the same for all inner indices: a warp's lanes load
 // those of a box, a turn ahead, and a box without any is walked as if there were none. da is summed
-// over time in registers, over inner indices by a warp, or over outer ones by a cluster of blocks,
-// one for each of some outer indices, which send each other their da. A second kernel adds up what
-// warps or clusters have.
+// over time in registers, or over inner indices by a warp and then by a second kernel. Kernels
+// without all that are apart: in a stage of theirs there is less to do and to read of the program.
 //
 // Barriers: `full`, for each slot, that its box has come; `empty`, that all warps of the team have
-// it; named ones, for each warp, that the state of its channels lies in `states`; `sent`, for each
-// warp and buffer, that the cluster's da of its channels has come; `room`, that the cluster's
-// blocks have added up what this warp has sent them.
+// it; a named one, for each warp, that the state of its channels lies in `states`.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -49,7 +46,6 @@ struct Boxes {
   BoxedA way_of_a;
   bool outer_shares_a;
   bool sums_lanes;  // da_out are sums over a warp's channels, (outer, inner / of a warp, time)
-  int32_t ranks;    // blocks of a cluster; if several, da_out are sums over these
 };
 
 // A thread's channels of an operand at one time, in the state's type.
@@ -78,7 +74,7 @@ struct Turn {
   }
 };
 
-template <Op kOp, class A_, class B_, class H_, int kSteps>
+template <bool kPlain, Op kOp, class A_, class B_, class H_, int kSteps>
 __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes) {
   using T = Types<kOp, A_, B_, H_>;
   using A = typename T::A;
@@ -91,35 +87,23 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   extern __shared__ __align__(128) char ring[];
   __shared__ Barrier full[kMostBoxSlots], empty[kMostBoxSlots];
   __shared__ S states[kWidestBox];
-  __shared__ Barrier sent[2][kMostBoxWarps], room[2][kMostBoxWarps];
-  const int cluster = static_cast<int>(blockIdx.x) / boxes.ranks;
-  const int rank = static_cast<int>(blockIdx.x) - cluster * boxes.ranks;
-  const int outers = cluster / boxes.strips, outer = outers * boxes.ranks + rank;
-  const int first = (cluster - outers * boxes.strips) * boxes.width;
+  const int outer = static_cast<int>(blockIdx.x) / boxes.strips;
+  const int first = (static_cast<int>(blockIdx.x) - outer * boxes.strips) * boxes.width;
   const int time = static_cast<int>(p.time), stages = (time + kSteps - 1) / kSteps;
   const Walk walk(p);
   const bool uses_h = kOp == Op::kCotangent && p.h.data;
   const int slot_bytes = boxes.a_bytes + boxes.x_bytes + (uses_h ? boxes.h_bytes : 0);
-  const bool by_runs = boxes.way_of_a == BoxedA::kRuns;
+  const bool by_boxes = kPlain || boxes.way_of_a == BoxedA::kBoxes;
+  const bool by_runs = !kPlain && boxes.way_of_a == BoxedA::kRuns;
   const int workers = static_cast<int>(blockDim.x) - 32, of_team = workers / boxes.teams;
   if (threadIdx.x == 0) {
     for (int k = 0; k < boxes.slots; ++k) {
       full[k].init(1);
       empty[k].init(of_team / 32);
     }
-    for (int k = 0; k < workers / 32; ++k) {
-      for (int buffer = 0; buffer < 2; ++buffer) {
-        sent[buffer][k].init(1);
-        room[buffer][k].init(boxes.ranks);
-      }
-    }
     barriers_are_ready();
   }
-  if (boxes.ranks > 1) {
-    meet_cluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   // The lowest time of a stage's box.
   const auto lowest = [&](int stage) {
@@ -138,7 +122,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       char* to = ring + turn.slot * slot_bytes;
       const int low = lowest(stage);
       here.arrive_and_expect(static_cast<uint32_t>(bytes));
-      if (boxes.way_of_a == BoxedA::kBoxes) {
+      if (by_boxes) {
         copy_box(to, &boxes.a, first, low, outer_of_a, here);
       } else if (by_runs) {
         copy_box(to, &boxes.a, low, 0, outer_of_a, here);
@@ -175,7 +159,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   }
   // a without time.
   S a_of_all[V] = {};
-  if (boxes.way_of_a == BoxedA::kFixed && valid) {
+  if (!by_boxes && !by_runs && valid) {
     const A* of_outer = static_cast<const A*>(p.a.data) + p.a.at.outer_offset(outer);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -184,7 +168,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   }
   // Lane k's: whether the k-th step of a stage is cut.
   const int lane = thread % 32;
-  const uint8_t* resets = static_cast<const uint8_t*>(p.reset.data);
+  const uint8_t* resets = kPlain ? nullptr : static_cast<const uint8_t*>(p.reset.data);
   const int64_t reset_stride = walk.step() * p.reset.at.time_stride;
   if (resets) resets += p.reset.at.outer_offset(outer) + walk.at(0) * p.reset.at.time_stride;
   const auto reset_in = [&](int stage) -> uint8_t {
@@ -200,42 +184,9 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
   A* da = static_cast<A*>(p.da_out.data) + start + own;
   const int64_t others = (boxes.teams - 1) * kSteps * row;
   const bool writes_y = valid && p.y.data;
-  const bool writes_da =
-      valid && p.da_out.data && !p.da_over_time && !boxes.sums_lanes && boxes.ranks == 1;
+  const bool sums = !kPlain && (p.da_over_time || boxes.sums_lanes);
+  const bool writes_da = valid && p.da_out.data && !sums;
   [[maybe_unused]] S da_sum[V] = {};
-
-  // The da that this warp sends to the cluster, and that the cluster sends it, both
-  // [buffer][warp][rank][step of this rank][lane], in the team's turns by turns.
-  using Sent = Pack<S, V>;
-  const int of_rank = kSteps / boxes.ranks;
-  const auto sent_in = [&](int number) {
-    return reinterpret_cast<Sent*>(ring + boxes.slots * slot_bytes) +
-           ((number & 1) * workers / 32 + warp) * kSteps * 32;
-  };
-  const auto come_in = [&](int number) { return sent_in(number) + workers * kSteps * 2; };
-  const int turns = (stages - team + boxes.teams - 1) / boxes.teams;
-  // Adds up what has been sent in the team's turn `number`, in the blocks' order.
-  const auto add_sent = [&](int number) {
-    sent[number & 1][warp].wait_for_cluster(number >> 1 & 1);
-    const Sent* const from = come_in(number) + lane;
-    const int s0 = (team + number * boxes.teams) * kSteps + rank * of_rank;
-    S* const out = static_cast<S*>(p.da_out.data) + int64_t{outers} * p.time * p.inner + channel;
-    for (int j = 0; j < of_rank; ++j) {
-      Sent sum = from[j * 32];
-      for (int k = 1; k < boxes.ranks; ++k) {
-        const Sent more = from[(k * of_rank + j) * 32];
-#pragma unroll
-        for (int v = 0; v < V; ++v) sum.v[v] = sum.v[v] + more.v[v];
-      }
-      if (valid && s0 + j < time) {
-        *reinterpret_cast<Sent*>(out + walk.at(s0 + j) * p.inner) = sum;
-      }
-    }
-    __syncwarp();
-    // Nobody waits for more, nor may have ended.
-    if (number + 2 < turns && lane < boxes.ranks) room[number & 1][warp].arrive_in(lane);
-  };
-  int number = 0;
 
   Turn turn{team};
   for (int stage = team; stage < stages; stage += boxes.teams) {
@@ -262,7 +213,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
       reset = reset_in(stage + boxes.teams);
     }
     full[turn.slot].wait(turn.parity);
-    if (boxes.way_of_a == BoxedA::kBoxes) {
+    if (by_boxes) {
       take(A{}, a, slot);
     } else if (by_runs) {
       const A* const run = reinterpret_cast<const A*>(slot);
@@ -384,7 +335,7 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
     y += others;
     da += others;
 
-    if constexpr (kOp == Op::kCotangent) {
+    if constexpr (kOp == Op::kCotangent && !kPlain) {
       if (p.da_over_time) {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -405,34 +356,11 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
           const int64_t of_all = (outer * p.inner + channel) / (32 * V);
           static_cast<S*>(p.da_out.data)[of_all * p.time + walk.at(s0 + k)] = sums[0];
         }
-      } else if (boxes.ranks > 1) {
-        Barrier& arrival = sent[number & 1][warp];
-        if (number > 1) room[number & 1][warp].wait_for_cluster((number >> 1 & 1) ^ 1);
-        Sent* const from = sent_in(number);
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          Sent mine;
-#pragma unroll
-          for (int v = 0; v < V; ++v) mine.v[v] = h[k][v];
-          from[k * 32 + lane] = mine;
-        }
-        before_bulk_copies();
-        if (lane == 0) arrival.arrive_and_expect(kSteps * 32 * sizeof(Sent));
-        __syncwarp();
-        if (lane < boxes.ranks) {
-          const int run = of_rank * 32;
-          copy_to_block(address_in(shared_address(come_in(number) + rank * run), lane),
-                        from + lane * run, static_cast<uint32_t>(run * sizeof(Sent)),
-                        address_in(arrival.at(), lane));
-        }
-        if (number > 0) add_sent(number - 1);
-        ++number;
       }
     }
   }
 
-  if constexpr (kOp == Op::kCotangent) {
-    if (number > 0) add_sent(number - 1);
+  if constexpr (kOp == Op::kCotangent && !kPlain) {
     if (!p.da_over_time || !p.da_out.data) return;
     // From the team of the last stage on, each adds its sum to that of those before it.
     const int before = (team + boxes.teams - (stages - 1) % boxes.teams) % boxes.teams;
@@ -456,17 +384,16 @@ __device__ __forceinline__ void walk_boxes(const Problem& p, const Boxes& boxes)
 
 }  // namespace boxed
 
-template <Op kOp, class A, class B, class H, int kSteps>
+template <bool kPlain, Op kOp, class A, class B, class H, int kSteps>
 __global__ void __launch_bounds__(32 * box_warps(kSteps, sizeof(B)), 1)
     boxed_kernel(const __grid_constant__ Problem p, const __grid_constant__ boxed::Boxes boxes) {
-  if constexpr (kHasBulkCopies) boxed::walk_boxes<kOp, A, B, H, kSteps>(p, boxes);
+  if constexpr (kHasBulkCopies) boxed::walk_boxes<kPlain, kOp, A, B, H, kSteps>(p, boxes);
 }
 
 namespace boxed {
 
-// `ranks`: how many blocks make a cluster; at first, how many may at most.
-template <Op kOp, class A, class B, class H, int kSteps>
-cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream, int& ranks) {
+template <bool kPlain, Op kOp, class A, class B, class H, int kSteps>
+cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
   using T = Types<kOp, A, B, H>;
   using X = typename T::X;
   const int elements = plan.width * plan.steps;
@@ -479,7 +406,7 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
   boxes.h_bytes = elements * static_cast<int>(sizeof(H));
   boxes.way_of_a = plan.a;
   boxes.outer_shares_a = plan.outer_shares_a;
-  boxes.sums_lanes = da_sum(p) == DaSum::kInner;
+  boxes.sums_lanes = p.da_over_runs();
   cudaError_t error = cudaSuccess;
   Problem of_a = p;
   if (plan.outer_shares_a) of_a.outer = 1;
@@ -498,37 +425,24 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
     error = boxes_of<H>(p, p.h, plan.width, plan.steps, boxes.h);
   }
   if (error != cudaSuccess) return error;
-  const auto kernel = boxed_kernel<kOp, A, B, H, kSteps>;
+  const auto kernel = boxed_kernel<kPlain, kOp, A, B, H, kSteps>;
   // The same for every call: another thread may be launching this kernel with another size.
   error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
   if (error != cudaSuccess) return error;
   const int workers = plan.teams * static_cast<int>(divide_up(plan.width, 32 * T::kVector)) * 32;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(workers + 32));
-  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  // The largest cluster with which all blocks find a place at a time.
-  for (; ranks > 1; ranks /= 2) {
-    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-    config.numAttrs = 1;
-    int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess) return error;
-    if (ranks == 2 || int64_t{clusters} * ranks >= plan.blocks) break;
-  }
-  boxes.ranks = ranks;
-  return cudaLaunchKernelEx(&config, kernel, p, boxes);
+  kernel<<<static_cast<unsigned>(plan.blocks), workers + 32, plan.shared_bytes, stream>>>(p, boxes);
+  return cudaGetLastError();
 }
 
 template <class A, class B, class H, int kSteps>
-cudaError_t launch_steps(const Problem& p, const BoxedPlan& plan, cudaStream_t stream, int& ranks) {
-  return p.op == Op::kCotangent ? launch_op<Op::kCotangent, A, B, H, kSteps>(p, plan, stream, ranks)
-                                : launch_op<Op::kScan, A, B, H, kSteps>(p, plan, stream, ranks);
+cudaError_t launch_steps(const Problem& p, const BoxedPlan& plan, cudaStream_t stream) {
+  if (p.op == Op::kCotangent) {
+    return plan.plain ? launch_op<true, Op::kCotangent, A, B, H, kSteps>(p, plan, stream)
+                      : launch_op<false, Op::kCotangent, A, B, H, kSteps>(p, plan, stream);
+  }
+  return plan.plain ? launch_op<true, Op::kScan, A, B, H, kSteps>(p, plan, stream)
+                    : launch_op<false, Op::kScan, A, B, H, kSteps>(p, plan, stream);
 }
 
 }  // namespace boxed
@@ -540,16 +454,12 @@ cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, void* wo
   constexpr int kLong = long_box(sizeof(B));
   Problem p = problem;
   if (p.da_over_runs()) p.da_out = {workspace, p.state};
-  int ranks = plan.most_ranks;
   const cudaError_t error = plan.steps == kLong
-                                ? boxed::launch_steps<A, B, H, kLong>(p, plan, stream, ranks)
-                                : boxed::launch_steps<A, B, H, kLong / 2>(p, plan, stream, ranks);
+                                ? boxed::launch_steps<A, B, H, kLong>(p, plan, stream)
+                                : boxed::launch_steps<A, B, H, kLong / 2>(p, plan, stream);
   if (error != cudaSuccess || !p.da_over_runs()) return error;
   const int64_t beside = p.inner / p.da_inner_run, of_warp = 32 * channels_of_lane(sizeof(B));
-  const TileSums sums =
-      da_sum(p) == DaSum::kInner
-          ? TileSums{p.outer * beside, p.da_inner_run / of_warp, p.time, beside}
-          : TileSums{p.outer / p.da_outer_run, p.da_outer_run / ranks, p.time * p.inner, 1};
+  const TileSums sums{p.outer * beside, p.da_inner_run / of_warp, p.time, beside};
   return sum_over_tiles(problem.da_out, static_cast<const S*>(workspace), sums, stream);
 }
 

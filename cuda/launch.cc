@@ -151,7 +151,8 @@ bool fits_boxed(const Problem& p, StreamTypes types) {
   const auto in_packs = [&](const Output& out) {
     return reinterpret_cast<uintptr_t>(out.data) % (vector * byte_size(out.dtype)) == 0;
   };
-  const bool sums = da_sum(p) != DaSum::kInner || p.da_inner_run % (32 * vector) == 0;
+  const bool sums = da_sum(p) == DaSum::kNone ||
+                    (da_sum(p) == DaSum::kInner && p.da_inner_run % (32 * vector) == 0);
   return p.op != Op::kTangent && p.x.data && way_of_a(p) != BoxedA::kNone && whole(p.x) &&
          whole(p.h) && (!p.reset.data || same_for_inner(p.reset)) && in_packs(p.y) &&
          (in_packs(p.da_out) || p.da_over_time || p.da_over_runs()) && sums;
@@ -371,8 +372,11 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
   if ((path == Path::kAuto || path == Path::kBoxed) && device.capability_major >= 9 &&
       is_sequential(p, types) && fits_boxed(p, types)) {
     // Asked for by name, this path takes however few channels.
-    BoxedPlan plan = plan_boxed(p.op, types, way_of_a(p), boxed_traffic(p), p.da_outer_run, p.outer,
-                                p.inner, path == Path::kBoxed ? 0 : device.multiprocessors,
+    const BoxedA way = way_of_a(p);
+    const bool plain =
+        way == BoxedA::kBoxes && !p.reset.data && !p.da_over_time && !p.da_over_runs();
+    BoxedPlan plan = plan_boxed(p.op, types, way, plain, boxed_traffic(p), p.outer, p.inner,
+                                path == Path::kBoxed ? 0 : device.multiprocessors,
                                 device.shared_bytes, device.multiprocessor_shared_bytes);
     plan.outer_shares_a = outer_shares(p.a);
     const cudaError_t queued = plan.blocks > 0

@@ -23,19 +23,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* place) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(place));
 }
 
-// Where the block `rank` of the cluster has what this one has at `address`.
-__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-
-// Waits until all blocks of the cluster are here.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // An mbarrier in shared memory, which is passed again and again. `parity`: of the number of earlier
 // passes.
 class Barrier {
@@ -55,21 +42,6 @@ class Barrier {
     asm volatile(
         "{ .reg .pred done;\n\t"
         "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-        "@!done bra again; }" ::"r"(at()),
-        "r"(parity)
-        : "memory");
-  }
-  // Arrives at the one in the block `rank` of the cluster.
-  __device__ void arrive_in(int rank) const {
-    asm volatile(
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(at(), rank))
-        : "memory");
-  }
-  // Sees what other blocks of the cluster have written before they arrived.
-  __device__ void wait_for_cluster(uint32_t parity) const {
-    asm volatile(
-        "{ .reg .pred done;\n\t"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
         "@!done bra again; }" ::"r"(at()),
         "r"(parity)
         : "memory");
@@ -97,16 +69,6 @@ __device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t by
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(arrival.at())
-      : "memory");
-}
-// The same from here to another block of the cluster, of which the place and the barrier are
-// addresses.
-__device__ __forceinline__ void copy_to_block(uint32_t to, const void* from, uint32_t bytes,
-                                              uint32_t arrival) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(to),
-      "r"(shared_address(from)), "r"(bytes), "r"(arrival)
       : "memory");
 }
 // What lies outside of the tensor becomes zero.
