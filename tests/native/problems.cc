@@ -955,10 +955,14 @@ Case draw(uint64_t seed, const Limits& limits) {
     output(kFinal, c.state);
   }
   if (rows) share_rows(c);
-  // As where da is summed.
+  // As where da is summed: it has the shape of a.
   if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {
+    for (Array& array : c.arrays) {
+      array.repeated = 0;
+      array.skip = 0;
+    }
+    c.arrays[kX].broadcast = c.arrays[kH].broadcast = 0;
     c.arrays[kA].broadcast = c.arrays[kDaOut].broadcast;
-    c.arrays[kA].repeated = 0;
   }
   return c;
 }
