@@ -123,7 +123,7 @@ bool draw_sum(Case& c, const Limits& limits) {
     return (channels + have - 1) / have + random.pick(0, 2);
   };
   if (random.chance(0.5)) {
-    const int64_t run = 32 * random.pick(1, 9), beside = random.pick(1, 3);
+    const int64_t run = 32 * random.pick(1, 9), beside = random.chance(0.5) ? 1 : random.pick(2, 3);
     c.sizes = {fill_up(4096, run * beside), 1, beside, run};
     c.axis = 1;
     c.arrays[kDaOut].broadcast = 1u << 3;
@@ -135,6 +135,7 @@ bool draw_sum(Case& c, const Limits& limits) {
   }
   const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
   c.sizes[c.axis] = random.pick(1, std::clamp<int64_t>(most, 1, 70));
+  if (random.chance(0.5)) c.sizes[c.axis] = (c.sizes[c.axis] + 7) / 8 * 8;
   return true;
 }
 
