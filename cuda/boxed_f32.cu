@@ -1,6 +1,6 @@
 #include "cuda/boxed.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_boxed<float, float, float>(const Problem&, const BoxedPlan&,
+template cudaError_t launch_boxed<float, float, float>(const Problem&, const BoxedPlan&, void*,
                                                        cudaStream_t);
 }  // namespace jax_scan

@@ -2,5 +2,5 @@
 
 namespace jax_scan {
 template cudaError_t launch_boxed<float, BFloat16, BFloat16>(const Problem&, const BoxedPlan&,
-                                                             cudaStream_t);
+                                                             void*, cudaStream_t);
 }  // namespace jax_scan

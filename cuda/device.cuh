@@ -30,6 +30,23 @@ struct Walk {
   __device__ int64_t first_step(Op op) const { return op == Op::kCotangent ? time - 1 : 0; }
 };
 
+// A barrier of some of the block's warps. arrive() announces and goes on; what was written before
+// it is seen behind the wait() that it completes.
+class NamedBarrier {
+ public:
+  __device__ NamedBarrier(int id, int threads) : id_(id), threads_(threads) {}
+  __device__ __forceinline__ void wait() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
+  }
+  __device__ __forceinline__ void arrive() const {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
+  }
+
+ private:
+  int id_;
+  int threads_;
+};
+
 // A value as 32-bit words, for instructions that move words.
 template <class T>
 struct Words {

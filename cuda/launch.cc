@@ -80,76 +80,103 @@ Traffic sequential_traffic(const Problem& p) {
   return traffic;
 }
 
-using SequentialLauncher = cudaError_t (*)(const Problem&, const SequentialPlan&, void*,
-                                           cudaStream_t);
+// The kernels of sequential.cuh and boxed.cuh for operands of certain types, where there are any.
+struct WalkKernels {
+  cudaError_t (*sequential)(const Problem&, const SequentialPlan&, void*, cudaStream_t) = nullptr;
+  cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
+};
 
-SequentialLauncher sequential_for(StreamTypes t) {
-  if (t.b != t.h) return nullptr;
+template <class A, class B>
+WalkKernels walk_kernels() {
+  return {launch_sequential<A, B, B>, launch_boxed<A, B, B>};
+}
+
+WalkKernels walk_kernels_for(StreamTypes t) {
+  if (t.b != t.h) return {};
   if (t.a != t.b) {
     const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
-    return mixed ? launch_sequential<float, BFloat16, BFloat16> : nullptr;
+    return mixed ? walk_kernels<float, BFloat16>() : WalkKernels{};
   }
   switch (t.a) {
     case DType::kF32:
-      return launch_sequential<float, float, float>;
+      return walk_kernels<float, float>();
     case DType::kF16:
-      return launch_sequential<Float16, Float16, Float16>;
+      return walk_kernels<Float16, Float16>();
     case DType::kBF16:
-      return launch_sequential<BFloat16, BFloat16, BFloat16>;
+      return walk_kernels<BFloat16, BFloat16>();
     case DType::kF64:
-      return launch_sequential<double, double, double>;
+      return walk_kernels<double, double>();
     case DType::kC64:
-      return launch_sequential<Complex64, Complex64, Complex64>;
+      return walk_kernels<Complex64, Complex64>();
     case DType::kC128:
       break;
   }
-  return nullptr;
+  return {};
 }
 
-using BoxedLauncher = cudaError_t (*)(const Problem&, const BoxedPlan&, cudaStream_t);
+bool same_for_inner(const Input& in) {
+  return in.at.inner_axes == 0 || (in.at.inner_axes == 1 && in.at.inner[0].stride == 0);
+}
+bool outer_shares(const Input& in) { return in.at.outer_axes == 1 && in.at.outer[0].stride == 0; }
 
-BoxedLauncher boxed_for(StreamTypes t) {
-  if (t.b != t.h) return nullptr;
-  if (t.a != t.b) {
-    const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
-    return mixed ? launch_boxed<float, BFloat16, BFloat16> : nullptr;
-  }
-  switch (t.a) {
-    case DType::kF32:
-      return launch_boxed<float, float, float>;
-    case DType::kF16:
-      return launch_boxed<Float16, Float16, Float16>;
-    case DType::kBF16:
-      return launch_boxed<BFloat16, BFloat16, BFloat16>;
-    case DType::kF64:
-      return launch_boxed<double, double, double>;
-    case DType::kC64:
-      return launch_boxed<Complex64, Complex64, Complex64>;
-    case DType::kC128:
-      break;
-  }
-  return nullptr;
+// The operand's outer indices lie `stride` apart, or share it.
+bool outer_apart(const Problem& p, const Input& in, int64_t stride) {
+  return p.outer == 1 || (in.at.outer_axes == 1 && in.at.outer[0].stride == stride);
 }
 
-// Whole arrays whose rows lie in 16-byte pieces, and results that are written two 16-bit channels
-// at a time.
+// Rows that lie in 16-byte pieces without gaps.
+bool whole_rows(const Problem& p, const Input& in) {
+  return in_pieces(p, in) && in.at.time_stride == p.inner && in.at.inner_axes == 1;
+}
+
+BoxedA way_of_a(const Problem& p) {
+  if (!p.a.data) return BoxedA::kNone;
+  if (p.a.at.time_stride == 0) return BoxedA::kFixed;
+  const auto apart = [&](int64_t stride) {
+    return outer_shares(p.a) || outer_apart(p, p.a, stride);
+  };
+  if (whole_rows(p, p.a) && apart(p.time * p.inner)) return BoxedA::kBoxes;
+  const bool runs = aligned(p.a.data) && p.time * byte_size(p.a.dtype) % 16 == 0 &&
+                    p.a.at.time_stride == 1 && same_for_inner(p.a) && apart(p.time);
+  return runs ? BoxedA::kRuns : BoxedA::kNone;
+}
+
+// Whole arrays but for a, resets and sums of da as boxed.cuh has them, and results that are written
+// two 16-bit channels at a time.
 bool fits_boxed(const Problem& p, StreamTypes types) {
   const auto whole = [&](const Input& in) {
-    return !in.data ||
-           (in_pieces(p, in) && in.at.time_stride == p.inner && in.at.inner_axes == 1 &&
-            (p.outer == 1 || (in.at.outer_axes == 1 && in.at.outer[0].stride == p.time * p.inner)));
+    return !in.data || (whole_rows(p, in) && outer_apart(p, in, p.time * p.inner));
   };
-  const int vector = byte_size(types.b) == 2 ? 2 : 1;
+  const int vector = channels_of_lane(byte_size(types.b));
   const auto in_packs = [&](const Output& out) {
     return reinterpret_cast<uintptr_t>(out.data) % (vector * byte_size(out.dtype)) == 0;
   };
-  return p.op != Op::kTangent && !p.reset.data && !p.da_over_time && !p.da_over_runs() &&
-         p.x.data && whole(p.a) && whole(p.x) && whole(p.h) && in_packs(p.y) && in_packs(p.da_out);
+  const bool sums = da_sum(p) == DaSum::kNone ||
+                    (da_sum(p) == DaSum::kInner && p.da_inner_run % (32 * vector) == 0);
+  return p.op != Op::kTangent && p.x.data && way_of_a(p) != BoxedA::kNone && whole(p.x) &&
+         whole(p.h) && (!p.reset.data || same_for_inner(p.reset)) && in_packs(p.y) &&
+         (in_packs(p.da_out) || p.da_over_time || p.da_over_runs()) && sums;
+}
+
+// What boxed.cuh copies to slots, and what of it comes from memory.
+Traffic boxed_traffic(const Problem& p) {
+  Traffic traffic;
+  const auto add = [&](const Input& in, bool cached) {
+    const int bytes = in.data ? byte_size(in.dtype) : 0;
+    traffic.copied += bytes;
+    if (!cached) traffic.read += bytes;
+  };
+  if (way_of_a(p) == BoxedA::kBoxes) add(p.a, p.outer > 1 && outer_shares(p.a));
+  add(p.x, false);
+  add(p.h, false);
+  traffic.written = sequential_traffic(p).written;
+  return traffic;
 }
 
 // The problem can run in sequential.cuh, however slowly.
 bool is_sequential(const Problem& p, StreamTypes types) {
-  return sequential_for(types) && state_of(types.b) == p.state && fits_sequential(p, types);
+  return walk_kernels_for(types).sequential && state_of(types.b) == p.state &&
+         fits_sequential(p, types);
 }
 
 cudaError_t current_device(Device& device) {
@@ -419,17 +446,23 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
 
-  if (p.da_over_runs() && (!sums_da(p) || (path != Path::kAuto && path != Path::kSequential))) {
+  const bool walks = path == Path::kAuto || path == Path::kBoxed || path == Path::kSequential;
+  if (p.da_over_runs() && (!sums_da(p) || !walks)) {
     return cudaErrorNotSupported;
   }
   if ((path == Path::kAuto || path == Path::kBoxed) && device.capability_major >= 9 &&
       is_sequential(p, types) && fits_boxed(p, types)) {
     // Asked for by name, this path takes however few channels.
-    const BoxedPlan plan =
-        plan_boxed(p.op, types, p.outer, p.inner, path == Path::kBoxed ? 0 : device.multiprocessors,
-                   device.shared_bytes, device.multiprocessor_shared_bytes);
-    const cudaError_t queued =
-        plan.blocks > 0 ? boxed_for(types)(p, plan, stream) : cudaErrorNotSupported;
+    const BoxedA way = way_of_a(p);
+    const bool plain =
+        way == BoxedA::kBoxes && !p.reset.data && !p.da_over_time && !p.da_over_runs();
+    BoxedPlan plan = plan_boxed(p.op, types, way, plain, boxed_traffic(p), p.outer, p.inner,
+                                path == Path::kBoxed ? 0 : device.multiprocessors,
+                                device.shared_bytes, device.multiprocessor_shared_bytes);
+    plan.outer_shares_a = outer_shares(p.a);
+    const cudaError_t queued = plan.blocks > 0
+                                   ? walk_kernels_for(types).boxed(p, plan, workspace, stream)
+                                   : cudaErrorNotSupported;
     if (queued != cudaErrorNotSupported) return queued;
   }
   if (path == Path::kBoxed) return cudaErrorNotSupported;
@@ -451,7 +484,7 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
         plan.x = copies(p, p.x);
         plan.da = copies(p, p.da);
         plan.h = copies(p, p.h);
-        return sequential_for(types)(p, plan, workspace, stream);
+        return walk_kernels_for(types).sequential(p, plan, workspace, stream);
       }
     }
     if (path == Path::kSequential || p.da_over_runs()) return cudaErrorNotSupported;

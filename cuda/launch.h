@@ -42,7 +42,8 @@ cudaError_t launch_sequential(const Problem& problem, const SequentialPlan& plan
 
 // Scan and cotangent.
 template <class A, class B, class H>
-cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, cudaStream_t stream);
+cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, void* workspace,
+                         cudaStream_t stream);
 
 // Scan and cotangent of operands that lie in full and contiguous, time last.
 template <class T>

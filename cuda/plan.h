@@ -419,9 +419,26 @@ constexpr SequentialPlan plan_sequential(Op op, StreamTypes t, Traffic traffic, 
 // Steps of a long box, all of which a thread keeps in registers; a short one has half of them.
 JAX_SCAN_HD constexpr int long_box(int bytes) { return bytes == 8 ? 8 : 16; }
 inline constexpr int kMostBoxSlots = 16;
-inline constexpr int kWidestBox = 256;   // channels; the hardware has no wider ones
-inline constexpr int kBoxTeams = 3;      // of warps, which take boxes by turns
-inline constexpr int kMostBoxWarps = 8;  // of all teams
+inline constexpr int kWidestBox = 256;  // channels; the hardware has no wider ones
+// Teams of warps, which take boxes by turns. Of the limit on an H200 with three and with five:
+// fp32 (32,4096,256) forward 0.91 0.92 with resets, and bf16 (2,4096,4096) 0.83 0.95 forward, 0.79
+// 0.95 backward.
+inline constexpr int kBoxTeams = 5;
+inline constexpr int kMostBoxWarps = 12;  // of all teams; each takes one of a block's 16 barriers
+inline constexpr int kRunPlace = 128;     // bytes of a slot for a run of a
+
+// Channels of a thread, by the bytes of b.
+JAX_SCAN_HD constexpr int channels_of_lane(int bytes) { return bytes == 2 ? 2 : 1; }
+
+// Warps of a multiprocessor for which a kernel's registers are shared out. Two blocks have short
+// boxes, and nine warps each; of two 16-bit channels a thread has so much to hold that it is seven.
+JAX_SCAN_HD constexpr int box_warps(int steps, int bytes) {
+  return steps == long_box(bytes) ? 12 : channels_of_lane(bytes) == 1 ? 20 : 16;
+}
+
+// How a comes: by boxes as the other operands do; where it is the same for all inner indices, as
+// runs of a box's steps; without time, once for each channel.
+enum class BoxedA : uint8_t { kNone, kBoxes, kRuns, kFixed };
 
 // What a multiprocessor orders ahead, as above. Of the limit on an H200 in fp32 at (32,4096,256),
 // (8,2048,2048) and (2,4096,4096), with one team:
@@ -429,11 +446,30 @@ inline constexpr int kMostBoxWarps = 8;  // of all teams
 //   cotangent  36 KB 0.91 0.92 0.95   48 KB 0.92 0.96 0.97   60 KB 0.89 0.93 0.91
 inline constexpr int kBoxedBytesAhead = 48 * 1024;
 
-// With less traffic than that, the hand-over from team to team decides: (4,16384,512) in fp64 has
-// 0.65 of the limit forward, with 6 KB, and 0.945 backward, with 10 KB.
-inline constexpr int kLeastBoxBytes = 8 * 1024;
+// With less traffic than that in the time of a stage, for each multiprocessor of the GPU, the
+// teams' turns decide, and other paths are as good. Of the limit on an H200, by boxes and without,
+// where it is 4.0, 5.0, 6.0 and 7.9 KB, (D,) and (B,L,1) being shapes of a:
+// clang-format off
+//   4.0  fp32 (16,4096,256), forward        (D,) 0.80 0.80   (B,L,1) 0.71 0.78
+//   4.0  fp64 (16,4096,256), forward        (D,) 0.87 0.89   (B,L,1) 0.78 0.87
+//   5.0  fp64 (4,16384,512), backward       with resets 0.81 0.86
+//   6.0  fp32 (16,4096,256), backward       (D,) 0.83 0.63   (B,L,1) 0.65 0.48
+//   6.0  fp64 (16,4096,256), backward       (D,) 0.92 0.70   (B,L,1) 0.81 0.53
+//   6.0  bf16 (32,4096,256), plain forward  0.91 0.87
+//   6.0  bf16 (32,4096,256), backward       (D,) 0.72 0.85   (B,L,1) 0.54 0.65
+//   6.0  bf16 (32,4096,256), forward        with resets 0.82 0.86
+//   7.9  bf16 (8,2048,2048), forward        (D,) 0.89 0.82   (B,L,1) 0.88 0.71
+// clang-format on
+// In complex64 few channels have no other path that is fast: (4,16384,512), at 3.0 KB, 0.61 0.19.
+constexpr int64_t least_box_bytes(StreamTypes t, bool plain, bool few) {
+  if (t.b == DType::kC64 && few) return 0;
+  return (plain || byte_size(t.b) > 2 ? 9 : 14) * int64_t{512};
+}
 
 struct BoxedPlan {
+  BoxedA a = BoxedA::kNone;
+  bool outer_shares_a = false;
+  bool plain = false;  // no resets, no sums of da, and a comes by boxes
   int64_t blocks = 0;  // 0: not a problem for this path
   int32_t strips = 0;  // blocks side by side
   int32_t width = 0;   // channels of a block
@@ -448,12 +484,14 @@ struct BoxedPlan {
 // many as that with rows of at least 256 bytes: those of 128 are too short, 0.875 at (2,4096,4096),
 // and 64 blocks that order twice as much ahead are as good as 128, 0.98. Where there are several
 // blocks for each multiprocessor, two share what it orders ahead.
-constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inner,
-                               int multiprocessors, int shared_bytes,
+constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, BoxedA way_of_a, bool plain, Traffic traffic,
+                               int64_t outer, int64_t inner, int multiprocessors, int shared_bytes,
                                int multiprocessor_shared_bytes) {
   BoxedPlan plan{};
+  plan.a = way_of_a;
+  plan.plain = plain;
   plan.most_bytes = shared_bytes - 4096;  // beside what the kernel declares
-  const int a = byte_size(t.a), b = byte_size(t.b), h = byte_size(t.h);
+  const int a = byte_size(t.a), b = byte_size(t.b);
   const bool cotangent = op == Op::kCotangent;
   const int64_t places = std::max(multiprocessors, 1), line = 128 / b;
   const int64_t strips = std::max(std::min(places / outer, inner / (2 * line)), int64_t{1});
@@ -469,24 +507,39 @@ constexpr BoxedPlan plan_boxed(Op op, StreamTypes t, int64_t outer, int64_t inne
   }
   // Fewer blocks order more ahead, but with wide rows of a backward 0.7 of that: on 64
   // multiprocessors, with a fp32 and b bf16, 82 and 98 KB are 0.89 and 0.915 of the limit forward
-  // and 0.90 and 0.87 backward; in bf16 74 and 98 KB are 0.84 and 0.905 backward.
+  // and 0.90 and 0.87 backward; in bf16 74 and 98 KB are 0.84 and 0.905 backward, in fp32 83 and
+  // 97 KB 0.84 and 0.88.
   const int64_t resident = std::min(turns, int64_t{2});
   const int64_t at_once = std::min(blocks, resident * places);
   const int64_t missing = std::max(places - at_once, int64_t{0});
-  const int64_t ahead = at_once > places
-                            ? kBoxedBytesAhead * places / at_once
-                            : kBoxedBytesAhead + kBoxedBytesAhead * missing *
-                                                     (cotangent && a > 2 ? 7 : 10) / (10 * at_once);
-  const int64_t step = width * (cotangent ? a + 2 * h : a + b);
+  // Less of it is reads where as much is written: in fp32 forward, with a of (D,), 36, 40, 44 and
+  // 48 KB are 0.88 0.88 0.87 0.86 of the limit at (32,4096,256), 0.905 0.926 0.925 0.885 at
+  // (8,2048,2048) and 0.92 0.94 0.92 0.89 at (2,4096,4096); with a of (L,D), which comes from the
+  // L2 cache on top of it, 0.84 0.82 0.81 0.80 at (4,4096,2048).
+  const int64_t most = traffic.read > traffic.written   ? kBoxedBytesAhead
+                       : traffic.read == traffic.copied ? 5 * kBoxedBytesAhead / 6
+                                                        : 3 * kBoxedBytesAhead / 4;
+  const int64_t read = at_once > places
+                           ? most * places / at_once
+                           : most + most * missing * (cotangent && a > b ? 7 : 10) / (10 * at_once);
+  const int64_t ahead = read * traffic.copied / std::max(traffic.read, 1);
+  const int64_t step = width * traffic.copied;
   const auto slots_of = [&](int steps) { return ahead / (steps * step); };
   plan.steps = slots_of(long_box(b)) >= 4 ? long_box(b) : long_box(b) / 2;
   plan.slots =
       static_cast<int32_t>(std::clamp(slots_of(plan.steps), int64_t{2}, int64_t{kMostBoxSlots}));
   const auto warps = static_cast<int32_t>(divide_up(width, b == 2 ? 64 : 32));  // of a team
-  plan.teams = std::min({plan.slots, kBoxTeams, kMostBoxWarps / warps});
-  const int64_t written = width * (cotangent ? a + b : h);
-  if (multiprocessors > 0 && plan.steps * (step + written) < kLeastBoxBytes) return plan;
-  const int64_t needed = plan.slots * plan.steps * step;
+  // One warp of a block orders boxes. Of two blocks each has nine warps.
+  const int most_warps = resident > 1 ? 8 : std::min(kMostBoxWarps, box_warps(plan.steps, b) - 1);
+  plan.teams = std::min({plan.slots, kBoxTeams, most_warps / warps});
+  const int64_t moved = plan.steps * width * (traffic.read + traffic.written);
+  const int64_t least_moved = least_box_bytes(t, plain, 2 * at_once <= places);
+  if (multiprocessors > 0 && moved * at_once < least_moved * places) return plan;
+  // Sums over lanes want another team to walk meanwhile: with one, 0.80 at (64,1024,512) in fp32,
+  // and sequential.cuh 0.83.
+  if (multiprocessors > 0 && cotangent && way_of_a == BoxedA::kRuns && plan.teams == 1) return plan;
+  const int64_t needed =
+      plan.slots * (plan.steps * step + (way_of_a == BoxedA::kRuns ? kRunPlace : 0));
   // No more blocks than these find place at a time.
   const int64_t least = multiprocessor_shared_bytes / (resident + 1) + 1;
   if (std::max(needed, least) > plan.most_bytes) return plan;

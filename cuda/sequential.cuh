@@ -61,35 +61,6 @@ __device__ __forceinline__ int64_t opaque(int64_t stride) {
   return stride;
 }
 
-inline constexpr unsigned kAllLanes = 0xffffffffu;
-
-// The value of the lane whose number differs in the bits of `mask`.
-template <class S>
-__device__ __forceinline__ S exchanged(S value, int mask) {
-  return __shfl_xor_sync(kAllLanes, value, mask);
-}
-template <class R>
-__device__ __forceinline__ Complex<R> exchanged(Complex<R> value, int mask) {
-  return {exchanged(value.re, mask), exchanged(value.im, mask)};
-}
-
-// A barrier of some of the block's warps. arrive() announces and goes on; what was written before
-// it is seen behind the wait() that it completes.
-class Barrier {
- public:
-  __device__ Barrier(int id, int threads) : id_(id), threads_(threads) {}
-  __device__ __forceinline__ void wait() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
-  }
-  __device__ __forceinline__ void arrive() const {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id_), "r"(threads_) : "memory");
-  }
-
- private:
-  int id_;
-  int threads_;
-};
-
 // Where a thread stands in its block: warps lie [team][group], a group being 32 channels. Groups
 // are neighbours, or where outer indices are stacked have the same inner indices of successive
 // outer ones.
@@ -310,34 +281,6 @@ __device__ __forceinline__ void write(T* out, int64_t stride, const S (&values)[
   }
 }
 
-// The sums over a warp's lanes, for each step of a stage. Lanes exchange steps, so that each has
-// half as many to go on adding, until it has one; from then on lanes come to have the same sum.
-template <class S, int kSteps>
-struct LaneSums {
-  static constexpr int kSame = 32 / kSteps;  // lanes of a step
-
-  // Leaves a lane's sum in the first value, and returns its step.
-  template <int kDistance = 16, int kCount = kSteps>
-  static __device__ __forceinline__ int add(S (&values)[kSteps], int lane) {
-    if constexpr (kDistance == 0) {
-      return 0;
-    } else if constexpr (kCount == 1) {
-      values[0] = values[0] + exchanged(values[0], kDistance);
-      return add<kDistance / 2, 1>(values, lane);
-    } else {
-      constexpr int kHalf = kCount / 2;
-      const bool upper = (lane & kDistance) != 0;
-#pragma unroll
-      for (int r = 0; r < kHalf; ++r) {
-        const S mine = upper ? values[r + kHalf] : values[r];
-        const S other = upper ? values[r] : values[r + kHalf];
-        values[r] = mine + exchanged(other, kDistance);
-      }
-      return (upper ? kHalf : 0) + add<kDistance / 2, kHalf>(values, lane);
-    }
-  }
-};
-
 // Adds up a stack of kGroups groups, [group][step]; of every kGroups-th of its first `steps` steps,
 // the first of which is the first that `stack` points to.
 template <int kSteps, int kGroups, class S>
@@ -442,10 +385,10 @@ __global__ void __launch_bounds__(32 * kMaxSequentialWarps, 1)
     fetch(place.team * kSteps + k * turn, k * place.groups);
   }
 
-  const Barrier within_team(1 + place.team, 32 * place.groups);
+  const NamedBarrier within_team(1 + place.team, 32 * place.groups);
   const int next_team = place.team + 1 == plan.teams ? 0 : place.team + 1;
-  const Barrier from_last_team(1 + plan.teams + place.team, 64 * place.groups);
-  const Barrier to_next_team(1 + plan.teams + next_team, 64 * place.groups);
+  const NamedBarrier from_last_team(1 + plan.teams + place.team, 64 * place.groups);
+  const NamedBarrier to_next_team(1 + plan.teams + next_team, 64 * place.groups);
   if (place.team == 0) {
     const Channel at(channel, p);
     *handed_over = p.init.data ? load_one<S>(p.init, at.o, at.i, 0) : S(0);

@@ -1,9 +1,49 @@
-// Sums of what blocks have summed over their tiles.
+// Sums of da over the lanes of a warp, and of what blocks have summed over their tiles.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace jax_scan {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The value of the lane whose number differs in the bits of `mask`.
+template <class S>
+__device__ __forceinline__ S exchanged(S value, int mask) {
+  return __shfl_xor_sync(kAllLanes, value, mask);
+}
+template <class R>
+__device__ __forceinline__ Complex<R> exchanged(Complex<R> value, int mask) {
+  return {exchanged(value.re, mask), exchanged(value.im, mask)};
+}
+
+// The sums over a warp's lanes, for each step of a stage. Lanes exchange steps, so that each has
+// half as many to go on adding, until it has one; from then on lanes come to have the same sum.
+template <class S, int kSteps>
+struct LaneSums {
+  static constexpr int kSame = 32 / kSteps;  // lanes of a step
+
+  // Leaves a lane's sum in the first value, and returns its step.
+  template <int kDistance = 16, int kCount = kSteps>
+  static __device__ __forceinline__ int add(S (&values)[kSteps], int lane) {
+    if constexpr (kDistance == 0) {
+      return 0;
+    } else if constexpr (kCount == 1) {
+      values[0] = values[0] + exchanged(values[0], kDistance);
+      return add<kDistance / 2, 1>(values, lane);
+    } else {
+      constexpr int kHalf = kCount / 2;
+      const bool upper = (lane & kDistance) != 0;
+#pragma unroll
+      for (int r = 0; r < kHalf; ++r) {
+        const S mine = upper ? values[r + kHalf] : values[r];
+        const S other = upper ? values[r] : values[r + kHalf];
+        values[r] = mine + exchanged(other, kDistance);
+      }
+      return (upper ? kHalf : 0) + add<kDistance / 2, kHalf>(values, lane);
+    }
+  }
+};
 
 // Tiles' sums of da, row-major (major, tiles, minor). Of the sums over tiles, `side_by_side` of
 // neighbouring major indices are neighbours in memory:

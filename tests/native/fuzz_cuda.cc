@@ -282,6 +282,7 @@ class Worker {
       }
       if (report) report->count_call(kPaths[one.path].name);
     }
+    if (results.empty()) return {};
     const Compared compared = compare(p.c, operands, results);
     std::string failure;
     for (size_t k = 0; k < results.size(); ++k) {

@@ -123,7 +123,7 @@ bool draw_sum(Case& c, const Limits& limits) {
     return (channels + have - 1) / have + random.pick(0, 2);
   };
   if (random.chance(0.5)) {
-    const int64_t run = 32 * random.pick(1, 9), beside = random.pick(1, 3);
+    const int64_t run = 32 * random.pick(1, 9), beside = random.chance(0.5) ? 1 : random.pick(2, 3);
     c.sizes = {fill_up(4096, run * beside), 1, beside, run};
     c.axis = 1;
     c.arrays[kDaOut].broadcast = 1u << 3;
@@ -135,7 +135,33 @@ bool draw_sum(Case& c, const Limits& limits) {
   }
   const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
   c.sizes[c.axis] = random.pick(1, std::clamp<int64_t>(most, 1, 70));
+  if (random.chance(0.5)) c.sizes[c.axis] = (c.sizes[c.axis] + 7) / 8 * 8;
   return true;
+}
+
+// Now and then, whole rows of many channels, of which a or the resets are the same for some.
+bool draw_rows(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xa0761d6478bd642fu);
+  if (!random.chance(0.06)) return false;
+  c.sizes = {random.pick(1, 5), 1, 8 * random.pick(8, random.chance(0.5) ? 16 : 80)};
+  c.axis = 1;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
+  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, 200));
+  if (random.chance(0.6)) c.sizes[1] = (c.sizes[1] + 7) / 8 * 8;
+  return true;
+}
+void share_rows(Case& c) {
+  Random random(c.seed ^ 0xe7037ed1a0b428dbu);
+  for (Array& array : c.arrays) {
+    array.repeated = 0;
+    array.skip = 0;
+    array.broadcast = 0;
+  }
+  constexpr uint32_t kOuter = 1u << 0, kTime = 1u << 1, kInner = 1u << 2;
+  constexpr uint32_t kOfA[] = {0, kOuter, kInner, kInner | kOuter, kTime, kTime | kOuter};
+  constexpr uint32_t kOfReset[] = {kInner, kInner | kOuter, kOuter, kInner | kTime};
+  c.arrays[kA].broadcast = kOfA[random.pick(0, 5)];
+  c.arrays[kReset].broadcast = kOfReset[random.chance(0.8) ? 0 : random.pick(1, 3)];
 }
 
 // Now and then, channels by themselves whose time is contiguous: a few long ones, of which time is
@@ -869,6 +895,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
   const bool lines = draw_lines(c, limits);
   const bool sums = !lines && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool rows = !lines && !sums && !free && c.op != Op::kTangent && draw_rows(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -939,6 +966,16 @@ Case draw(uint64_t seed, const Limits& limits) {
   const bool needed = !c.arrays[kY].present && !c.arrays[kDaOut].present;
   if (cotangent ? c.has_h0 && (needed || random.chance(0.7)) : needed || random.chance(0.5)) {
     output(kFinal, c.state);
+  }
+  if (rows) share_rows(c);
+  // As where da is summed: it has the shape of a.
+  if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {
+    for (Array& array : c.arrays) {
+      array.repeated = 0;
+      array.skip = 0;
+    }
+    c.arrays[kX].broadcast = c.arrays[kH].broadcast = 0;
+    c.arrays[kA].broadcast = c.arrays[kDaOut].broadcast;
   }
   return c;
 }

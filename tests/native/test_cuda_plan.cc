@@ -77,23 +77,37 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   for (const StreamTypes& t : kBoxedKernels) {
     const int size = byte_size(t.b);
     if (op == Op::kTangent || inner * size % 16 != 0) continue;
+    const int streamed = (op == Op::kCotangent ? 2 : 1) * size, copied = streamed + byte_size(t.a);
+    struct Way {
+      BoxedA a;
+      Traffic traffic;
+    };
+    // a in full, the same for all outer indices, for all inner ones, and without time.
+    const Way ways[] = {{BoxedA::kBoxes, {copied, copied, copied - size}},
+                        {BoxedA::kBoxes, {copied, streamed, size}},
+                        {BoxedA::kRuns, {streamed, streamed, size}},
+                        {BoxedA::kFixed, {streamed, streamed, size}}};
     for (const int multiprocessors : {0, 1, 78, 132, 160}) {
-      const BoxedPlan plan =
-          plan_boxed(op, t, outer, inner, multiprocessors, 227 * 1024, 228 * 1024);
-      if (plan.blocks == 0) continue;
-      const int step = byte_size(t.a) + (op == Op::kCotangent ? 2 : 1) * size;
-      const int warps = static_cast<int>(divide_up(plan.width, size == 2 ? 64 : 32));
-      holds(plan.width <= std::min<int64_t>(kWidestBox, inner) && plan.width * size % 128 == 0,
-            "width of a box");
-      holds(int64_t{plan.strips} * plan.width >= inner && plan.blocks == outer * plan.strips,
-            "boxes cover channels");
-      holds(plan.steps == long_box(size) || 2 * plan.steps == long_box(size), "steps of a box");
-      holds(plan.slots >= 2 && plan.slots <= kMostBoxSlots && plan.teams >= 1 &&
-                plan.teams <= plan.slots && plan.teams * warps <= kMostBoxWarps,
-            "teams and their slots");
-      holds(plan.slots * plan.steps * plan.width * step <= plan.shared_bytes &&
-                plan.shared_bytes <= plan.most_bytes,
-            "shared memory of boxes");
+      for (const auto& [way, traffic] : ways) {
+        const BoxedPlan plan = plan_boxed(op, t, way, way == BoxedA::kBoxes, traffic, outer, inner,
+                                          multiprocessors, 227 * 1024, 228 * 1024);
+        if (plan.blocks == 0) continue;
+        const int warps = static_cast<int>(divide_up(plan.width, size == 2 ? 64 : 32));
+        holds(plan.width <= std::min<int64_t>(kWidestBox, inner) && plan.width * size % 128 == 0,
+              "width of a box");
+        holds(int64_t{plan.strips} * plan.width >= inner && plan.blocks == outer * plan.strips,
+              "boxes cover channels");
+        holds(plan.steps == long_box(size) || 2 * plan.steps == long_box(size), "steps of a box");
+        holds(plan.slots >= 2 && plan.slots <= kMostBoxSlots && plan.teams >= 1 &&
+                  plan.teams <= plan.slots && plan.teams * warps <= kMostBoxWarps,
+              "teams and their slots");
+        holds(plan.teams * warps < box_warps(plan.steps, size), "registers of a block");
+        const int run = way == BoxedA::kRuns ? kRunPlace : 0;
+        holds(plan.slots * (plan.steps * plan.width * traffic.copied + run) <= plan.shared_bytes &&
+                  plan.shared_bytes <= plan.most_bytes,
+              "shared memory of boxes");
+        holds(run == 0 || plan.steps * byte_size(t.a) <= run, "a run's place");
+      }
     }
   }
   for (const Kernel& k : kKernels) {
