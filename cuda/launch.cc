@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 namespace jax_scan {
 namespace {
@@ -80,34 +81,44 @@ Traffic sequential_traffic(const Problem& p) {
   return traffic;
 }
 
-// The kernels of sequential.cuh and boxed.cuh for operands of certain types, where there are any.
-struct WalkKernels {
+// Kernels for operands of certain types, where there are any.
+struct Kernels {
+  using Piped = cudaError_t (*)(const Problem&, const Device&, void*, cudaStream_t);
   cudaError_t (*sequential)(const Problem&, const SequentialPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
+  Piped piped = nullptr;
+  Piped piped_pairs = nullptr;  // a thread holds two channels
+  cudaError_t (*lined)(const Problem&, const LinedPlan&, cudaStream_t) = nullptr;
 };
 
 template <class A, class B>
-WalkKernels walk_kernels() {
-  return {launch_sequential<A, B, B>, launch_boxed<A, B, B>};
+Kernels kernels() {
+  Kernels k;
+  k.sequential = launch_sequential<A, B, B>;
+  k.boxed = launch_boxed<A, B, B>;
+  k.piped = launch_piped<A, B, B, 1>;
+  if constexpr (sizeof(B) == 2) k.piped_pairs = launch_piped<A, B, B, 2>;
+  if constexpr (std::is_same_v<A, B>) k.lined = launch_lined<A>;
+  return k;
 }
 
-WalkKernels walk_kernels_for(StreamTypes t) {
+Kernels kernels_for(StreamTypes t) {
   if (t.b != t.h) return {};
   if (t.a != t.b) {
     const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
-    return mixed ? walk_kernels<float, BFloat16>() : WalkKernels{};
+    return mixed ? kernels<float, BFloat16>() : Kernels{};
   }
   switch (t.a) {
     case DType::kF32:
-      return walk_kernels<float, float>();
+      return kernels<float, float>();
     case DType::kF16:
-      return walk_kernels<Float16, Float16>();
+      return kernels<Float16, Float16>();
     case DType::kBF16:
-      return walk_kernels<BFloat16, BFloat16>();
+      return kernels<BFloat16, BFloat16>();
     case DType::kF64:
-      return walk_kernels<double, double>();
+      return kernels<double, double>();
     case DType::kC64:
-      return walk_kernels<Complex64, Complex64>();
+      return kernels<Complex64, Complex64>();
     case DType::kC128:
       break;
   }
@@ -175,8 +186,7 @@ Traffic boxed_traffic(const Problem& p) {
 
 // The problem can run in sequential.cuh, however slowly.
 bool is_sequential(const Problem& p, StreamTypes types) {
-  return walk_kernels_for(types).sequential && state_of(types.b) == p.state &&
-         fits_sequential(p, types);
+  return kernels_for(types).sequential && state_of(types.b) == p.state && fits_sequential(p, types);
 }
 
 cudaError_t current_device(Device& device) {
@@ -360,57 +370,12 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
          (p.h.data || !p.da_out.data);
 }
 
-using PipedLauncher = cudaError_t (*)(const Problem&, const Device&, void*, cudaStream_t);
-
 // The kernel of piped.cuh that the problem fits, if there is one.
-PipedLauncher piped_for(const Problem& p, StreamTypes t) {
-  if (state_of(t.b) != p.state || t.b != t.h) return nullptr;
-  const bool pairs = fits_piped(p, t, 2);
-  if (!fits_piped(p, t, 1)) return nullptr;
-  if (t.a != t.b) {
-    const bool mixed = t.a == DType::kF32 && t.b == DType::kBF16;
-    return !mixed  ? nullptr
-           : pairs ? launch_piped<float, BFloat16, BFloat16, 2>
-                   : launch_piped<float, BFloat16, BFloat16, 1>;
-  }
-  switch (t.a) {
-    case DType::kF32:
-      return launch_piped<float, float, float, 1>;
-    case DType::kF16:
-      return pairs ? launch_piped<Float16, Float16, Float16, 2>
-                   : launch_piped<Float16, Float16, Float16, 1>;
-    case DType::kBF16:
-      return pairs ? launch_piped<BFloat16, BFloat16, BFloat16, 2>
-                   : launch_piped<BFloat16, BFloat16, BFloat16, 1>;
-    case DType::kF64:
-      return launch_piped<double, double, double, 1>;
-    case DType::kC64:
-      return launch_piped<Complex64, Complex64, Complex64, 1>;
-    case DType::kC128:
-      break;
-  }
-  return nullptr;
-}
-
-using LinedLauncher = cudaError_t (*)(const Problem&, const LinedPlan&, cudaStream_t);
-
-LinedLauncher lined_for(StreamTypes t) {
-  if (t.a != t.b || t.b != t.h) return nullptr;
-  switch (t.a) {
-    case DType::kF32:
-      return launch_lined<float>;
-    case DType::kF16:
-      return launch_lined<Float16>;
-    case DType::kBF16:
-      return launch_lined<BFloat16>;
-    case DType::kF64:
-      return launch_lined<double>;
-    case DType::kC64:
-      return launch_lined<Complex64>;
-    case DType::kC128:
-      break;
-  }
-  return nullptr;
+Kernels::Piped piped_for(const Problem& p, StreamTypes t) {
+  if (state_of(t.b) != p.state) return nullptr;
+  const Kernels k = kernels_for(t);
+  if (k.piped_pairs && fits_piped(p, t, 2)) return k.piped_pairs;
+  return k.piped && fits_piped(p, t, 1) ? k.piped : nullptr;
 }
 
 // Whole arrays of contiguous time, all of one type, from 16 bytes on.
@@ -442,6 +407,7 @@ size_t workspace_bytes(const Problem& p) {
 
 cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
   const StreamTypes types = stream_types(p);
+  const Kernels kernels = kernels_for(types);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
@@ -460,9 +426,8 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
                                 path == Path::kBoxed ? 0 : device.multiprocessors,
                                 device.shared_bytes, device.multiprocessor_shared_bytes);
     plan.outer_shares_a = outer_shares(p.a);
-    const cudaError_t queued = plan.blocks > 0
-                                   ? walk_kernels_for(types).boxed(p, plan, workspace, stream)
-                                   : cudaErrorNotSupported;
+    const cudaError_t queued =
+        plan.blocks > 0 ? kernels.boxed(p, plan, workspace, stream) : cudaErrorNotSupported;
     if (queued != cudaErrorNotSupported) return queued;
   }
   if (path == Path::kBoxed) return cudaErrorNotSupported;
@@ -484,7 +449,7 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
         plan.x = copies(p, p.x);
         plan.da = copies(p, p.da);
         plan.h = copies(p, p.h);
-        return walk_kernels_for(types).sequential(p, plan, workspace, stream);
+        return kernels.sequential(p, plan, workspace, stream);
       }
     }
     if (path == Path::kSequential || p.da_over_runs()) return cudaErrorNotSupported;
@@ -505,18 +470,18 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
   }
   if (path == Path::kCluster) return cudaErrorNotSupported;
   if ((path == Path::kAuto || path == Path::kLined) && device.capability_major >= 9 &&
-      lined_for(types) && fits_lined(p, types)) {
+      kernels.lined && fits_lined(p, types)) {
     // Asked for by name, this path takes however few channels.
     const LinedPlan plan =
         plan_lined(p.op, byte_size(types.a), p.channels(), p.time,
                    path == Path::kLined ? 0 : device.multiprocessors, device.shared_bytes);
     const cudaError_t queued =
-        plan.blocks > 0 ? lined_for(types)(p, plan, stream) : cudaErrorNotSupported;
+        plan.blocks > 0 ? kernels.lined(p, plan, stream) : cudaErrorNotSupported;
     if (queued != cudaErrorNotSupported) return queued;
   }
   if (path == Path::kLined) return cudaErrorNotSupported;
   if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9) {
-    const PipedLauncher piped = piped_for(p, types);
+    const Kernels::Piped piped = piped_for(p, types);
     const cudaError_t queued = piped ? piped(p, device, workspace, stream) : cudaErrorNotSupported;
     if (queued != cudaErrorNotSupported || path == Path::kPiped) return queued;
   }
