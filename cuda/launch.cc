@@ -393,6 +393,119 @@ bool fits_lined(const Problem& p, StreamTypes types) {
          whole(p.h) && is(p.y) && is(p.da_out) && (p.h.data || !p.da_out.data);
 }
 
+// A call, and what its path depends on.
+struct Call {
+  const Problem& p;
+  StreamTypes types;
+  Kernels kernels;
+  Device device;
+  bool by_name;  // a path that is asked for by name takes however few channels
+  void* workspace;
+  cudaStream_t stream;
+};
+
+// The paths. cudaErrorNotSupported: the problem is not one for it.
+
+cudaError_t run_boxed(const Call& c) {
+  const Problem& p = c.p;
+  const Device& device = c.device;
+  if (device.capability_major < 9 || !is_sequential(p, c.types) || !fits_boxed(p, c.types)) {
+    return cudaErrorNotSupported;
+  }
+  const BoxedA way = way_of_a(p);
+  const bool plain = way == BoxedA::kBoxes && !p.reset.data && !p.da_over_time && !p.da_over_runs();
+  BoxedPlan plan = plan_boxed(p.op, c.types, way, plain, boxed_traffic(p), p.outer, p.inner,
+                              c.by_name ? 0 : device.multiprocessors, device.shared_bytes,
+                              device.multiprocessor_shared_bytes);
+  plan.outer_shares_a = outer_shares(p.a);
+  return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
+}
+
+cudaError_t run_sequential(const Call& c) {
+  const Problem& p = c.p;
+  if (!is_sequential(p, c.types) || !(has_rows(p, c.types) || c.by_name)) {
+    return cudaErrorNotSupported;
+  }
+  // For what no other path does, this one takes few channels, too.
+  const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
+  const int multiprocessors = c.by_name          ? 0
+                              : p.da_over_runs() ? std::min(c.device.multiprocessors, groups)
+                                                 : c.device.multiprocessors;
+  const bool stacked = da_sum(p) == DaSum::kOuter;
+  const int reserved = stacked ? kMaxSequentialWarps * stack_bytes(c.types) : 0;
+  SequentialPlan plan = plan_sequential(p.op, c.types, sequential_traffic(p), p.channels(),
+                                        multiprocessors, c.device.shared_bytes - reserved, stacked);
+  if (plan.groups == 0) return cudaErrorNotSupported;
+  plan.most_bytes = c.device.shared_bytes;
+  plan.a = copies(p, p.a);
+  plan.x = copies(p, p.x);
+  plan.da = copies(p, p.da);
+  plan.h = copies(p, p.h);
+  return c.kernels.sequential(p, plan, c.workspace, c.stream);
+}
+
+cudaError_t run_cluster(const Call& c) {
+  const ClusterKernel cluster = cluster_for(c.p, c.types);
+  if (c.device.capability_major < 9 || !cluster.launch) return cudaErrorNotSupported;
+  // Not every GPU has the largest clusters.
+  for (const int most_ranks : {kMostRanks, kPortableRanks}) {
+    const ClusterPlan plan =
+        plan_cluster(cluster.line, cluster.vector, cluster.steps, byte_size(c.types.b),
+                     c.p.channels(), c.p.time, c.device.multiprocessors, most_ranks);
+    const cudaError_t queued =
+        plan.groups > 0 ? cluster.launch(c.p, plan, c.stream) : cudaErrorNotSupported;
+    if (queued != cudaErrorNotSupported) return queued;
+  }
+  return cudaErrorNotSupported;
+}
+
+cudaError_t run_lined(const Call& c) {
+  if (c.device.capability_major < 9 || !c.kernels.lined || !fits_lined(c.p, c.types)) {
+    return cudaErrorNotSupported;
+  }
+  const LinedPlan plan =
+      plan_lined(c.p.op, byte_size(c.types.a), c.p.channels(), c.p.time,
+                 c.by_name ? 0 : c.device.multiprocessors, c.device.shared_bytes);
+  return plan.blocks > 0 ? c.kernels.lined(c.p, plan, c.stream) : cudaErrorNotSupported;
+}
+
+cudaError_t run_piped(const Call& c) {
+  const Kernels::Piped piped = piped_for(c.p, c.types);
+  if (c.device.capability_major < 9 || !piped) return cudaErrorNotSupported;
+  return piped(c.p, c.device, c.workspace, c.stream);
+}
+
+cudaError_t run_chained(const Call& c) {
+  const ChainedKernel chained = chained_for(c.p, c.types);
+  return chained.launch ? chained.launch(c.p, c.device, c.workspace, c.stream)
+                        : cudaErrorNotSupported;
+}
+
+cudaError_t run_general(const Call& c) {
+  switch (c.p.state) {
+    case DType::kF64:
+      return launch_general<double>(c.p, c.device, c.workspace, c.stream);
+    case DType::kC64:
+      return launch_general<Complex64>(c.p, c.device, c.workspace, c.stream);
+    case DType::kC128:
+      return launch_general<Complex128>(c.p, c.device, c.workspace, c.stream);
+    default:
+      return launch_general<float>(c.p, c.device, c.workspace, c.stream);
+  }
+}
+
+// In the order in which they are asked.
+constexpr struct {
+  Path path;
+  cudaError_t (*run)(const Call&);
+  bool sums_da;  // over runs of channels
+} kPaths[] = {
+    {Path::kBoxed, run_boxed, true},      {Path::kSequential, run_sequential, true},
+    {Path::kCluster, run_cluster, false}, {Path::kLined, run_lined, false},
+    {Path::kPiped, run_piped, false},     {Path::kChained, run_chained, false},
+    {Path::kGeneral, run_general, false},
+};
+
 }  // namespace
 
 bool sums_da(const Problem& p) {
@@ -407,101 +520,18 @@ size_t workspace_bytes(const Problem& p) {
 
 cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path path) {
   const StreamTypes types = stream_types(p);
-  const Kernels kernels = kernels_for(types);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
-
-  const bool walks = path == Path::kAuto || path == Path::kBoxed || path == Path::kSequential;
-  if (p.da_over_runs() && (!sums_da(p) || !walks)) {
-    return cudaErrorNotSupported;
-  }
-  if ((path == Path::kAuto || path == Path::kBoxed) && device.capability_major >= 9 &&
-      is_sequential(p, types) && fits_boxed(p, types)) {
-    // Asked for by name, this path takes however few channels.
-    const BoxedA way = way_of_a(p);
-    const bool plain =
-        way == BoxedA::kBoxes && !p.reset.data && !p.da_over_time && !p.da_over_runs();
-    BoxedPlan plan = plan_boxed(p.op, types, way, plain, boxed_traffic(p), p.outer, p.inner,
-                                path == Path::kBoxed ? 0 : device.multiprocessors,
-                                device.shared_bytes, device.multiprocessor_shared_bytes);
-    plan.outer_shares_a = outer_shares(p.a);
-    const cudaError_t queued =
-        plan.blocks > 0 ? kernels.boxed(p, plan, workspace, stream) : cudaErrorNotSupported;
+  if (p.da_over_runs() && !sums_da(p)) return cudaErrorNotSupported;
+  const Call call{p, types, kernels_for(types), device, path != Path::kAuto, workspace, stream};
+  for (const auto& candidate : kPaths) {
+    if (path != Path::kAuto && path != candidate.path) continue;
+    if (p.da_over_runs() && !candidate.sums_da) continue;
+    const cudaError_t queued = candidate.run(call);
     if (queued != cudaErrorNotSupported) return queued;
   }
-  if (path == Path::kBoxed) return cudaErrorNotSupported;
-  if (path == Path::kAuto || path == Path::kSequential) {
-    if (is_sequential(p, types) && (has_rows(p, types) || path == Path::kSequential)) {
-      // Asked for by name, or for what no other path does, this path takes however few channels.
-      const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
-      const int multiprocessors = path == Path::kSequential ? 0
-                                  : p.da_over_runs() ? std::min(device.multiprocessors, groups)
-                                                     : device.multiprocessors;
-      const bool stacked = da_sum(p) == DaSum::kOuter;
-      const int reserved = stacked ? kMaxSequentialWarps * stack_bytes(types) : 0;
-      SequentialPlan plan =
-          plan_sequential(p.op, types, sequential_traffic(p), p.channels(), multiprocessors,
-                          device.shared_bytes - reserved, stacked);
-      plan.most_bytes = device.shared_bytes;
-      if (plan.groups > 0) {
-        plan.a = copies(p, p.a);
-        plan.x = copies(p, p.x);
-        plan.da = copies(p, p.da);
-        plan.h = copies(p, p.h);
-        return kernels.sequential(p, plan, workspace, stream);
-      }
-    }
-    if (path == Path::kSequential || p.da_over_runs()) return cudaErrorNotSupported;
-  }
-  if ((path == Path::kAuto || path == Path::kCluster) && device.capability_major >= 9) {
-    const ClusterKernel cluster = cluster_for(p, types);
-    if (cluster.launch) {
-      // Not every GPU has the largest clusters.
-      for (const int most_ranks : {kMostRanks, kPortableRanks}) {
-        const ClusterPlan plan =
-            plan_cluster(cluster.line, cluster.vector, cluster.steps, byte_size(types.b),
-                         p.channels(), p.time, device.multiprocessors, most_ranks);
-        const cudaError_t queued =
-            plan.groups > 0 ? cluster.launch(p, plan, stream) : cudaErrorNotSupported;
-        if (queued != cudaErrorNotSupported) return queued;
-      }
-    }
-  }
-  if (path == Path::kCluster) return cudaErrorNotSupported;
-  if ((path == Path::kAuto || path == Path::kLined) && device.capability_major >= 9 &&
-      kernels.lined && fits_lined(p, types)) {
-    // Asked for by name, this path takes however few channels.
-    const LinedPlan plan =
-        plan_lined(p.op, byte_size(types.a), p.channels(), p.time,
-                   path == Path::kLined ? 0 : device.multiprocessors, device.shared_bytes);
-    const cudaError_t queued =
-        plan.blocks > 0 ? kernels.lined(p, plan, stream) : cudaErrorNotSupported;
-    if (queued != cudaErrorNotSupported) return queued;
-  }
-  if (path == Path::kLined) return cudaErrorNotSupported;
-  if ((path == Path::kAuto || path == Path::kPiped) && device.capability_major >= 9) {
-    const Kernels::Piped piped = piped_for(p, types);
-    const cudaError_t queued = piped ? piped(p, device, workspace, stream) : cudaErrorNotSupported;
-    if (queued != cudaErrorNotSupported || path == Path::kPiped) return queued;
-  }
-  if (path == Path::kPiped) return cudaErrorNotSupported;
-  if (path != Path::kGeneral) {
-    const ChainedKernel chained = chained_for(p, types);
-    const cudaError_t queued =
-        chained.launch ? chained.launch(p, device, workspace, stream) : cudaErrorNotSupported;
-    if (queued != cudaErrorNotSupported || path == Path::kChained) return queued;
-  }
-  switch (p.state) {
-    case DType::kF64:
-      return launch_general<double>(p, device, workspace, stream);
-    case DType::kC64:
-      return launch_general<Complex64>(p, device, workspace, stream);
-    case DType::kC128:
-      return launch_general<Complex128>(p, device, workspace, stream);
-    default:
-      return launch_general<float>(p, device, workspace, stream);
-  }
+  return cudaErrorNotSupported;
 }
 
 }  // namespace jax_scan
