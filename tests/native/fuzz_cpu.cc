@@ -41,7 +41,7 @@
 namespace jax_scan::fuzz {
 namespace {
 
-constexpr Limits kLimits{.largest_bytes = int64_t{16} << 20, .empty = true};
+constexpr Limits kLimits{.largest_bytes = int64_t{16} << 20, .empty = true, .blocks = true};
 constexpr size_t kFenced = 512;  // bytes beside an array that are checked
 
 thread_local uint64_t current_seed = 0;

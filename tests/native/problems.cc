@@ -148,6 +148,17 @@ bool draw_lines(Case& c, const Limits& limits) {
   return true;
 }
 
+// Now and then, a few neighbouring channels with much time, which the CPU kernel cuts into blocks.
+bool draw_blocks(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xd6e8feb86659fd93u);
+  if (!limits.blocks || !random.chance(0.02)) return false;
+  const int64_t inner = 16 * random.pick(1, 4), least = (int64_t{1} << 16) / inner;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / inner;
+  c.sizes = {random.pick(least, std::clamp(most, least, 3 * least)), inner};
+  c.axis = 0;
+  return true;
+}
+
 // ---- Values ----
 
 struct Range {
@@ -862,8 +873,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   c.axis = c.sizes.size();
   c.sizes.push_back(size[1]);
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
-  const bool lines = draw_lines(c, limits);
-  const bool sums = !lines && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool few = draw_lines(c, limits) || draw_blocks(c, limits);
+  const bool sums = !few && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -910,7 +921,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (scan ? c.has_h0 : cotangent ? random.chance(0.6) : c.has_h0 && random.chance(0.7)) {
     input(kInit, c.state);
   }
-  if (random.chance(lines ? 0.1 : 0.35)) input(kReset, DType::kF32);
+  if (random.chance(few ? 0.1 : 0.35)) input(kReset, DType::kF32);
   if (tangent && random.chance(0.8)) input(kDa, of_a);
   if (cotangent && (random.chance(0.8) || sums)) {
     c.da_over_time = c.time() > 1 && random.chance(0.35) && !sums;
