@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 
 #if defined(__x86_64__)
@@ -21,8 +22,18 @@ class Handoff {
     sums_ = sums;
   }
 
-  // The next block that nobody has.
-  int64_t claim() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
+  // Before a thread's first claim.
+  void enter() { threads_.fetch_add(1, std::memory_order_relaxed); }
+  // The next block that nobody has, or kNone: where other processes want the cores too, blocks wait
+  // for the one whose thread has no core just then, and threads leave until one does the rest.
+  static constexpr int64_t kNone = INT64_MAX;
+  int64_t claim() {
+    if (late_.load(std::memory_order_relaxed) >= kPatience) {
+      if (threads_.fetch_sub(1, std::memory_order_relaxed) > 1) return kNone;
+      threads_.fetch_add(1, std::memory_order_relaxed);
+    }
+    return claimed_.fetch_add(1, std::memory_order_relaxed);
+  }
 
   bool has_states(int64_t block) const {
     return states_of_.load(std::memory_order_acquire) == block;
@@ -44,17 +55,21 @@ class Handoff {
 
  private:
   // Short, for the block before is being worked on: its thread claimed it earlier.
-  static void wait_until(std::atomic<int64_t>& reached, int64_t block) {
-    for (int spins = 0;; ++spins) {
-      const int64_t now = reached.load(std::memory_order_acquire);
-      if (now == block) return;
-      if (spins < 1000) {
+  void wait_until(std::atomic<int64_t>& reached, int64_t block) {
+    for (int spins = 0; spins < 1000; ++spins) {
+      if (reached.load(std::memory_order_acquire) == block) return;
 #if defined(__x86_64__)
-        _mm_pause();
+      _mm_pause();
 #endif
-      } else {
-        reached.wait(now, std::memory_order_acquire);
-      }
+    }
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    for (int64_t now; (now = reached.load(std::memory_order_acquire)) != block;) {
+      reached.wait(now, std::memory_order_acquire);
+    }
+    // No block takes so long, not even one that meets its memory for the first time.
+    if (Clock::now() - begin > std::chrono::milliseconds(1)) {
+      late_.fetch_add(1, std::memory_order_relaxed);
     }
   }
   static void leave(std::atomic<int64_t>& reached, int64_t block) {
@@ -66,6 +81,9 @@ class Handoff {
   alignas(64) std::atomic<int64_t> claimed_{0};
   alignas(64) std::atomic<int64_t> states_of_{0};  // the block that may take them
   alignas(64) std::atomic<int64_t> sums_of_{0};
+  static constexpr int64_t kPatience = 2;
+  std::atomic<int64_t> threads_{0};
+  std::atomic<int64_t> late_{0};  // waits of more than a millisecond
   void* states_ = nullptr;
   void* sums_ = nullptr;
 };

@@ -179,6 +179,22 @@ bool draw_lines(Case& c, const Limits& limits) {
   return true;
 }
 
+// Now and then, a few neighbouring channels with much time, which the CPU kernel cuts into blocks.
+// `plain`: of one type, nothing broadcast and no resets, and no more channels than it does that
+// for.
+bool draw_blocks(Case& c, const Limits& limits, bool& plain) {
+  Random random(c.seed ^ 0xd6e8feb86659fd93u);
+  if (!limits.blocks || !random.chance(0.03)) return false;
+  plain = random.chance(0.75);
+  int64_t inner = 16 * random.pick(1, 4);
+  if (plain) inner = std::min<int64_t>(16 << random.pick(0, 2), 256 / byte_size(c.state));
+  const int64_t least = (int64_t{1} << 16) / inner;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / inner;
+  c.sizes = {random.pick(least, std::clamp(most, least, 2 * least)), inner};
+  c.axis = 0;
+  return true;
+}
+
 // ---- Values ----
 
 struct Range {
@@ -874,7 +890,7 @@ Case draw(uint64_t seed, const Limits& limits) {
     type = random.chance(0.8) ? DType::kBF16 : DType::kF16;
     of_a = DType::kF32;
   }
-  const bool free = kind > 0.7;
+  bool free = kind > 0.7;
   c.state = free ? kStates[random.pick(0, 3)] : state_of(type);
 
   // Sizes: most calls are small.
@@ -893,9 +909,12 @@ Case draw(uint64_t seed, const Limits& limits) {
   c.axis = c.sizes.size();
   c.sizes.push_back(size[1]);
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
-  const bool lines = draw_lines(c, limits);
-  const bool sums = !lines && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
-  const bool rows = !lines && !sums && !free && c.op != Op::kTangent && draw_rows(c, limits);
+  bool plain = false;
+  const bool few = draw_lines(c, limits) || draw_blocks(c, limits, plain);
+  if (plain) type = of_a = c.state;
+  free = free && !plain;
+  const bool sums = !few && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool rows = !few && !sums && !free && c.op != Op::kTangent && draw_rows(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -915,7 +934,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   c.cuts = kCuts[random.pick(0, 3)];
 
   // Arrays.
-  const double full = random.chance(0.4) ? 1.0 : random.chance(0.5) ? 0.9 : 0.6;
+  const double full = random.chance(0.4) || plain ? 1.0 : random.chance(0.5) ? 0.9 : 0.6;
   const bool aligned = random.chance(0.7), spread = random.chance(0.05);
   const auto place = [&](Array& array, DType dtype) {
     array.present = true;
@@ -942,7 +961,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (scan ? c.has_h0 : cotangent ? random.chance(0.6) : c.has_h0 && random.chance(0.7)) {
     input(kInit, c.state);
   }
-  if (random.chance(lines ? 0.1 : 0.35)) {
+  if (random.chance(plain ? 0.0 : few ? 0.1 : 0.35)) {
     input(kReset, DType::kF32);
     // As callers mostly have them: the same for all inner indices.
     if (random.chance(0.4)) {
