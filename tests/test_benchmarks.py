@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -55,6 +56,26 @@ def test_bytes_that_have_to_be_moved():
     shared = plain._replace(a_shape=(4,), dtype="bfloat16", a_dtype="float32")
     assert shared.moved_bytes("forward") == 16 + 2 * 128
     assert shared.moved_bytes("backward") == 2 * 16 + 3 * 128
+
+
+@pytest.mark.parametrize(("dtype", "a_dtype"), [("float32", None), ("bfloat16", "float32")])
+def test_limits_move_as_much(dtype, a_dtype):
+    import data
+    import limits
+    from problems import Problem
+
+    problem = Problem("", (2, 8, 4), (0, 0), dtype=dtype, a_dtype=a_dtype)
+    arrays = data.draw(problem)
+    for direction, programs in (
+        ("forward", limits.forward_programs(arrays, 1)),
+        ("backward", limits.backward_programs(arrays, 1)),
+    ):
+        for program, args in programs.values():
+            with jax.numpy_dtype_promotion("standard"):
+                results = jax.tree.leaves(program(*args))
+            # A chain returns its first result; of one call that is the only one.
+            moved = sum(x.nbytes for x in (*jax.tree.leaves(args), *results))
+            assert moved == problem.moved_bytes(direction)
 
 
 def test_the_exact_scan_and_its_gradients():
