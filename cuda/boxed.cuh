@@ -426,9 +426,7 @@ cudaError_t launch_op(const Problem& p, const BoxedPlan& plan, cudaStream_t stre
   }
   if (error != cudaSuccess) return error;
   const auto kernel = boxed_kernel<kPlain, kOp, A, B, H, kSteps>;
-  // The same for every call: another thread may be launching this kernel with another size.
-  error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
+  error = prepare_for_hopper(kernel, plan.most_bytes);
   if (error != cudaSuccess) return error;
   const int workers = plan.teams * static_cast<int>(divide_up(plan.width, 32 * T::kVector)) * 32;
   kernel<<<static_cast<unsigned>(plan.blocks), workers + 32, plan.shared_bytes, stream>>>(p, boxes);

@@ -818,18 +818,10 @@ inline Args args_of(const Problem& p, const ClusterPlan& plan, int past) {
 template <bool kPlain, Op kOp, class A, class B, class H, class Layout, int kSteps>
 cudaError_t launch_op(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream) {
   const auto kernel = cluster_kernel<kPlain, kOp, A, B, H, Layout, kSteps>;
-  // Of code for an older GPU that this one runs, too, the kernel is empty.
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error == cudaSuccess && attributes.ptxVersion < 90) return cudaErrorNotSupported;
   const int threads = 32 * plan.warps;
   constexpr int kThreadBytes = Segment<kOp, A, B, H, Layout, kSteps>::kThreadBytes;
   const int bytes = threads * kThreadBytes;
-  if (error == cudaSuccess) {
-    // The same for every call: another thread may be launching this kernel with another size.
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 32 * kClusterWarps * kThreadBytes);
-  }
+  cudaError_t error = prepare_for_hopper(kernel, 32 * kClusterWarps * kThreadBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

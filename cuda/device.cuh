@@ -16,6 +16,18 @@ inline constexpr int kMajor = __CUDA_ARCH__ / 100;
 inline constexpr int kMajor = 0;
 #endif
 
+// Lets a kernel that needs compute capability 9.0 have so much shared memory: the same for every
+// call, as another thread may be launching it with less. Of code for an older GPU, which this one
+// runs, too, such a kernel is empty: cudaErrorNotSupported.
+template <class Kernel>
+cudaError_t prepare_for_hopper(Kernel* kernel, int shared_bytes) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  if (attributes.ptxVersion < 90) return cudaErrorNotSupported;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
 // The sizes that follow from the direction of the walk.
 struct Walk {
   int64_t time;
@@ -114,6 +126,16 @@ __device__ __forceinline__ T shuffle_down(T value, int delta) {
 #pragma unroll
   for (int k = 0; k < Words<T>::kCount; ++k) {
     w.word[k] = __shfl_down_sync(0xffffffffu, w.word[k], delta);
+  }
+  return internal::bit_cast<T>(w);
+}
+
+template <class T>
+__device__ __forceinline__ T shuffle_from(T value, int lane) {
+  Words<T> w = internal::bit_cast<Words<T>>(value);
+#pragma unroll
+  for (int k = 0; k < Words<T>::kCount; ++k) {
+    w.word[k] = __shfl_sync(0xffffffffu, w.word[k], lane);
   }
   return internal::bit_cast<T>(w);
 }

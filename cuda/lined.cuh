@@ -60,29 +60,6 @@ struct Stage {
   }
 };
 
-template <class S>
-__device__ __forceinline__ S shuffle_from(S value, int lane) {
-  Words<S> w = internal::bit_cast<Words<S>>(value);
-#pragma unroll
-  for (int k = 0; k < Words<S>::kCount; ++k) {
-    w.word[k] = __shfl_sync(0xffffffffu, w.word[k], lane);
-  }
-  return internal::bit_cast<S>(w);
-}
-
-// A NaN is not larger: what it spoils stays spoilt without us. But a product of complex numbers may
-// be one because it has overflowed, and that must be told.
-template <class S>
-__device__ __forceinline__ Real<S> larger(Real<S> x, Real<S> y) {
-  if constexpr (!std::is_same_v<S, Real<S>>) {
-    return y <= x || x != x ? x : y;
-  } else if constexpr (sizeof(S) == 4) {
-    return fmaxf(x, y);
-  } else {
-    return fmax(x, y);
-  }
-}
-
 // Elements of a row in the order of the walk, from piece to piece.
 template <class T, bool kDescending>
 struct Row {
@@ -393,7 +370,7 @@ __device__ __forceinline__ void walk_lines(const Problem& p, const Lines& lines)
     if constexpr (kCotangent) {
       if (uses_h) write(static_cast<T*>(p.da_out.data), da_rows);
     }
-    // Each phase of a barrier is waited for.
+    // synccheck asks for it: nobody takes the state that a channel's last stage leaves.
     if (at.index == 0 && k > 0) left[(k - 1) % kLinesInFlight].wait(parity_of(k - 1));
     __syncwarp();
   }
@@ -425,9 +402,7 @@ cudaError_t launch_op(const Problem& p, const LinedPlan& plan, cudaStream_t stre
   }
   if (error != cudaSuccess) return error;
   const auto kernel = lined_kernel<kOp, T, kDescending>;
-  // The same for every call: another thread may be launching this kernel with another size.
-  error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.most_bytes);
+  error = prepare_for_hopper(kernel, plan.most_bytes);
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(plan.blocks), 32 * plan.warps + 32, plan.shared_bytes, stream>>>(
       p, lines);

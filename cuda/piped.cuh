@@ -129,10 +129,11 @@ struct Shared {
   Slots<typename T::X> x[T::kStages];
   std::conditional_t<T::kCotangent, Slots<typename T::H>, None> h[T::kStages];
   alignas(16) uint8_t resets[T::kStages][kSegments * T::kSteps + 2 * 16];
-  Composed<S> before[T::kStages][kMaps];    // the map of the segments before this one
-  Affine<typename T::R> bounds[2][kMaps];   // by turns
-  S carry[2][kPipedWalkers];                // [column], by turns: the state that enters
-  bool certain[T::kStages][kPipedWalkers];  // [column]: the tile's map does
+  Composed<S> before[T::kStages][kMaps];   // the map of the segments before this one
+  Affine<typename T::R> bounds[2][kMaps];  // by turns
+  S carry[2][kPipedWalkers];               // [column], by turns: the state that enters
+  // [column]: the tile's map does; then, whether it may be applied to the state that enters.
+  bool certain[T::kStages][kPipedWalkers];
   uint32_t ticket[T::kStages];
   Barrier full[T::kStages], mapped[T::kStages], empty[T::kStages];
 };
@@ -670,7 +671,6 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
         shared.empty[k].init(kWalkingWarps);
       }
       barriers_are_ready();
-      before_bulk_copies();
     }
     __syncthreads();
     if (warp == kReader) {
@@ -716,7 +716,7 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   encode(Tag<typename T::H>{}, problem.h, maps[2]);
   if (error != cudaSuccess) return error;
   const auto kernel = piped_kernel<T>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  error = prepare_for_hopper(kernel, kBytes);
   if (error != cudaSuccess) return error;
   auto* memory = static_cast<unsigned char*>(workspace);
   error = cudaMemsetAsync(memory, 0xff, t.bytes, stream);

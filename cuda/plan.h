@@ -142,9 +142,10 @@ constexpr Tiling chained_tiling(bool line, int channels_of_thread, int steps, in
 
 inline constexpr int kPipedWalkers = 256;    // threads that compose maps; as many run the steps
 inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the chain
-// Of these for each bundle, and tiles that they take at a time. Teams of four: (1,262144,16) 0.53
-// 0.58 of the limit instead of 0.56 0.65 on an H200, (1,1048576,64) 0.79 0.75 instead of 0.90 0.89
-// with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and 0.75 instead of 0.88.
+// Warps of the chain for each bundle, and tiles that they take at a time. Teams of four:
+// (1,262144,16) 0.53 0.58 of the limit instead of 0.56 0.65 on an H200, (1,1048576,64) 0.79 0.75
+// instead of 0.90 0.89 with tiles of 64 channels. Batches of 4, 16 and 32 there: 0.60, 0.86 and
+// 0.75 instead of 0.88.
 inline constexpr int kPipedTeam = 8;
 inline constexpr int kPipedBatch = 8;
 // Tiles across channels with which blocks look for a state in the places of the last kLookBack
@@ -555,7 +556,7 @@ inline constexpr int kMostLineSlots = 32;
 inline constexpr int kLineSlotsInUse = 3;         // at least, beside those on their way
 inline constexpr int kLineStageBytes = 32 * 128;  // of a stage's results
 inline constexpr int kMostLineWarps = 15;         // beside the one that orders
-inline constexpr int kLinesInFlight = 64;         // stages; more than slots and warps
+inline constexpr int kLinesInFlight = 64;         // stages; more than slots plus warps
 static_assert(kMostLineSlots + kMostLineWarps < kLinesInFlight);
 
 // Of the limit on an H200 with 9, 12 and 15 warps:
@@ -621,6 +622,8 @@ constexpr LinedPlan plan_lined(Op op, int bytes, int64_t channels, int64_t time,
   if (most_slots < 2 + kLineSlotsInUse) return plan;
   const int64_t ahead = (kLinedBytesAhead * places / blocks + ordered / 2) / ordered;
   plan.ahead = static_cast<int32_t>(std::clamp(ahead, int64_t{2}, most_slots - kLineSlotsInUse));
+  // With too little shared memory the memory is idle half of the time.
+  if (multiprocessors > 0 && 2 * plan.ahead < ahead) return plan;
   plan.slots = static_cast<int32_t>(std::min(plan.ahead + int64_t{plan.warps}, most_slots));
   // One block a multiprocessor.
   plan.shared_bytes = std::max(plan.slots * slot + results, shared_bytes / 2 + 1024);

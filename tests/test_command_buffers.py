@@ -22,7 +22,9 @@ pytestmark = pytest.mark.gpu
 
 # The kernels' names in cuda/.
 KERNELS = (
+    "boxed_kernel",
     "sequential_kernel",
+    "cluster_kernel",
     "chained_kernel",
     "piped_kernel",
     "lined_kernel",

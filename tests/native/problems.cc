@@ -152,16 +152,32 @@ bool draw_rows(Case& c, const Limits& limits) {
 }
 void share_rows(Case& c) {
   Random random(c.seed ^ 0xe7037ed1a0b428dbu);
-  for (Array& array : c.arrays) {
-    array.repeated = 0;
-    array.skip = 0;
-    array.broadcast = 0;
-  }
   constexpr uint32_t kOuter = 1u << 0, kTime = 1u << 1, kInner = 1u << 2;
   constexpr uint32_t kOfA[] = {0, kOuter, kInner, kInner | kOuter, kTime, kTime | kOuter};
   constexpr uint32_t kOfReset[] = {kInner, kInner | kOuter, kOuter, kInner | kTime};
   c.arrays[kA].broadcast = kOfA[random.pick(0, 5)];
   c.arrays[kReset].broadcast = kOfReset[random.chance(0.8) ? 0 : random.pick(1, 3)];
+}
+
+// Now and then, few channels in whole rows with so much time that this is cut into many tiles.
+bool draw_tiles(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xb5ad4eceda1ce2a9u);
+  if (!random.chance(0.004)) return false;
+  const int64_t inner = random.pick(8, 80);
+  c.sizes = {std::max<int64_t>(random.pick(1, 1600) / inner, 1), 1, inner};
+  c.axis = 1;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
+  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, 8000));
+  return true;
+}
+
+// Arrays (outer, time, inner) in full, but for resets, which are the same for all inner indices.
+void fill_rows(Case& c) {
+  for (Array& array : c.arrays) {
+    array.repeated = array.broadcast = 0;
+    array.skip = 0;
+  }
+  c.arrays[kReset].broadcast = 1u << 2;
 }
 
 // Now and then, channels by themselves whose time is contiguous: a few long ones, of which time is
@@ -914,7 +930,9 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (plain) type = of_a = c.state;
   free = free && !plain;
   const bool sums = !few && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
-  const bool rows = !few && !sums && !free && c.op != Op::kTangent && draw_rows(c, limits);
+  const bool streams = !few && !sums && !free && c.op != Op::kTangent;
+  const bool tiles = streams && draw_tiles(c, limits);
+  const bool rows = streams && !tiles && draw_rows(c, limits);
 
   // Values.
   const double values = random.unit();
@@ -986,6 +1004,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (cotangent ? c.has_h0 && (needed || random.chance(0.7)) : needed || random.chance(0.5)) {
     output(kFinal, c.state);
   }
+  if (rows || tiles) fill_rows(c);
   if (rows) share_rows(c);
   // As where da is summed: it has the shape of a.
   if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {

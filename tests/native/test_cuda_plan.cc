@@ -30,7 +30,8 @@ constexpr Kernel kKernels[] = {{true, 1, 4, 4},  {true, 1, 2, 4},  {true, 1, 8, 
 constexpr StreamTypes kBoxedKernels[] = {{DType::kF32, DType::kF32, DType::kF32},
                                          {DType::kBF16, DType::kBF16, DType::kBF16},
                                          {DType::kF32, DType::kBF16, DType::kBF16},
-                                         {DType::kF64, DType::kF64, DType::kF64}};
+                                         {DType::kF64, DType::kF64, DType::kF64},
+                                         {DType::kC64, DType::kC64, DType::kC64}};
 
 // The kernels of cluster.cuh.
 struct ClusterKernel {
@@ -186,7 +187,8 @@ void check_lined(Op op, int64_t channels, int64_t time) {
                 plan.warps >= 1 && plan.warps <= kMostLineWarps,
             "slots and warps of the lined path");
       const int operands = op == Op::kCotangent ? 3 : 2;
-      holds(plan.slots * operands * plan.operand_bytes <= plan.shared_bytes &&
+      const int results = plan.warps * (operands - 1) * kLineStageBytes;
+      holds(plan.slots * operands * plan.operand_bytes + results <= plan.shared_bytes &&
                 plan.shared_bytes <= plan.most_bytes,
             "shared memory of the lined path");
     }
