@@ -34,7 +34,7 @@ PARTS = range(8)
 def for_many(check: Callable, strategies: Any, part: int) -> None:
     """Runs check(problem, chain) on many of them, always the same ones by default."""
     counts: Counter[str] = Counter()
-    examples = max(EXAMPLES // len(PARTS), 1) if EXAMPLES else 10
+    examples = max(EXAMPLES // len(PARTS), 1) if EXAMPLES else 7
 
     # To shrink a failure means to compile a hundred more programs.
     phases = [Phase.generate, Phase.shrink] if EXAMPLES else [Phase.generate]
