@@ -388,13 +388,13 @@ class Share {
         const bool cut = !kPlain && ((cuts >> (k * kElements + e)) & 1u) != 0;
         const Step<S> in{load_as<S>(a.v[element<kDescending>(e)]),
                          load_as<S>(x.v[element<kDescending>(e)]), S(0), cut};
-        advance<kOp>(map[c].b, in);
+        const Written<S> out = advance<kOp>(map[c].b, in);
         const Product<S> composed = product(in.a, map[c].a);
         // A select: a NaN before the cut ends there, and the bound would not tell of it.
         map[c].lost = cut ? S(0) : mul_add(in.a, map[c].lost, composed.lost);
         map[c].a = cut ? S(0) : composed.rounded;
         bound[c].a = larger<S>(bound[c].a, magnitude(map[c].a));
-        bound[c].b = larger<S>(bound[c].b, magnitude(map[c].b));
+        bound[c].b = larger<S>(bound[c].b, reach<kOp>(map[c].b, out));
       }
     }
   }

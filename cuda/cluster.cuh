@@ -384,14 +384,14 @@ class Segment {
           map[c].a = cut ? S(0) : a;
           map[c].lost = S(0);
           map[c].b = kOp != Op::kCotangent ? x : cut ? S(0) : a * x;
-          bound[c] = {magnitude(map[c].a), magnitude(map[c].b)};
+          bound[c] = {magnitude(map[c].a), reach<kOp>(map[c].b, Written<S>{x, S(0)})};
         } else {
-          advance<kOp>(map[c].b, Step<S>{a, x, S(0), cut});
+          const Written<S> out = advance<kOp>(map[c].b, Step<S>{a, x, S(0), cut});
           const Product<S> composed = product(a, map[c].a);
           map[c].lost = cut ? S(0) : mul_add(a, map[c].lost, composed.lost);
           map[c].a = cut ? S(0) : composed.rounded;
           bound[c].a = larger<S>(bound[c].a, magnitude(map[c].a));
-          bound[c].b = larger<S>(bound[c].b, magnitude(map[c].b));
+          bound[c].b = larger<S>(bound[c].b, reach<kOp>(map[c].b, out));
         }
       }
     }

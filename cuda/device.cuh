@@ -399,6 +399,17 @@ __device__ __forceinline__ Written<S> advance(S& s, const Step<S>& in) {
   }
 }
 
+// What a step adds to the bound of partial results, s being the state after it. Of a cotangent u
+// counts as well: it may overflow, which a tiny factor behind it would hide.
+template <Op kOp, class S>
+__device__ __forceinline__ Real<S> reach(const S& s, const Written<S>& out) {
+  if constexpr (kOp == Op::kCotangent) {
+    return larger<S>(magnitude(s), magnitude(out.y));
+  } else {
+    return magnitude(s);
+  }
+}
+
 // The step's coefficient: d s_new / d s_old.
 template <class S>
 __device__ __forceinline__ S coefficient(const Step<S>& in) {

@@ -274,12 +274,12 @@ __global__ void __launch_bounds__(kGeneralThreads, general_blocks(sizeof(S)))
 #pragma unroll
     for (int r = 0; r < kSteps; ++r) {
       const Step<S> in = run[r];
-      advance<kOp>(inclusive.b, in);
+      const Written<S> out = advance<kOp>(inclusive.b, in);
       const Product<S> composed = product(coefficient(in), inclusive.a);
       inclusive.lost = mul_add(coefficient(in), inclusive.lost, composed.lost);
       inclusive.a = composed.rounded;
       products += magnitude(inclusive.a);
-      locals += magnitude(inclusive.b);
+      locals += reach<kOp>(inclusive.b, out);
     }
 
     // `before`: the map of the tile's steps before this thread's. First within the warp (which

@@ -418,6 +418,11 @@ cudaError_t run_boxed(const Call& c) {
                               c.by_name ? 0 : device.multiprocessors, device.shared_bytes,
                               device.multiprocessor_shared_bytes);
   plan.outer_shares_a = outer_shares(p.a);
+  // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
+  // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
+  // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92.
+  const bool few = 2 * plan.blocks <= device.multiprocessors && !c.by_name;
+  if (few && byte_size(c.types.b) == 8 && piped_for(p, c.types)) return cudaErrorNotSupported;
   return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
 
@@ -426,8 +431,13 @@ cudaError_t run_sequential(const Call& c) {
   if (!is_sequential(p, c.types) || !(has_rows(p, c.types) || c.by_name)) {
     return cudaErrorNotSupported;
   }
-  // For what no other path does, this one takes few channels, too.
   const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
+  // In 16 bits a group of 32 channels for each multiprocessor keeps too little on its way: of the
+  // limit on an H200 in bf16, (16,4096,256) 0.64 0.715 here and 0.75 0.79 in piped.cuh,
+  // (16,2048,256) 0.605 0.675 and 0.66 0.72, but (32,4096,256) 0.86 0.835 and 0.82 0.83.
+  const bool few = 2 * groups < 3 * c.device.multiprocessors && !c.by_name;
+  if (few && byte_size(c.types.b) == 2 && piped_for(p, c.types)) return cudaErrorNotSupported;
+  // For what no other path does, this one takes few channels, too.
   const int multiprocessors = c.by_name          ? 0
                               : p.da_over_runs() ? std::min(c.device.multiprocessors, groups)
                                                  : c.device.multiprocessors;

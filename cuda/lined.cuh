@@ -234,13 +234,13 @@ __device__ __forceinline__ void walk_lines(const Problem& p, const Lines& lines)
             in.a = S(1);
             in.x = S(0);
           }
-          advance<kOp>(map.b, in);
+          const Written<S> out = advance<kOp>(map.b, in);
           const Product<S> composed = product(in.a, map.a);
           // A select: a NaN before the cut ends there, and the bound would not tell of it.
           map.lost = cut ? S(0) : mul_add(in.a, map.lost, composed.lost);
           map.a = cut ? S(0) : composed.rounded;
           bound.a = larger<S>(bound.a, magnitude(map.a));
-          bound.b = larger<S>(bound.b, magnitude(map.b));
+          bound.b = larger<S>(bound.b, reach<kOp>(map.b, out));
         }
       }
     };

@@ -417,13 +417,13 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
 #pragma unroll
           for (int v = 0; v < V; ++v) {
             const Step<S> in{a.template at<S>(v), x.template at<S>(v), S(0), cut};
-            advance<T::kOp>(map[v].b, in);
+            const Written<S> out = advance<T::kOp>(map[v].b, in);
             const Product<S> composed = product(in.a, map[v].a);
             // Selects: what is before the cut may be anything.
             map[v].lost = cut ? S(0) : mul_add(in.a, map[v].lost, composed.lost);
             map[v].a = cut ? S(0) : composed.rounded;
             bound[v].a = cut ? R(0) : larger<S>(bound[v].a, magnitude(map[v].a));
-            bound[v].b = larger<S>(cut ? R(0) : bound[v].b, magnitude(map[v].b));
+            bound[v].b = larger<S>(cut ? R(0) : bound[v].b, reach<T::kOp>(map[v].b, out));
           }
         }
       });
