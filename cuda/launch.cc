@@ -89,6 +89,9 @@ struct Kernels {
   Piped piped = nullptr;
   Piped piped_pairs = nullptr;  // a thread holds two channels
   cudaError_t (*lined)(const Problem&, const LinedPlan&, cudaStream_t) = nullptr;
+  cudaError_t (*walked)(const Problem&, cudaStream_t) = nullptr;
+  cudaError_t (*walked_vectors)(const Problem&, cudaStream_t) = nullptr;
+  int vector = 1;  // channels of its threads
 };
 
 template <class A, class B>
@@ -99,6 +102,10 @@ Kernels kernels() {
   k.piped = launch_piped<A, B, B, 1>;
   if constexpr (sizeof(B) == 2) k.piped_pairs = launch_piped<A, B, B, 2>;
   if constexpr (std::is_same_v<A, B>) k.lined = launch_lined<A>;
+  constexpr int kVector = walked_vector<B>;
+  k.walked = launch_walked<A, B, 1>;
+  k.walked_vectors = launch_walked<A, B, kVector>;
+  k.vector = kVector;
   return k;
 }
 
@@ -329,6 +336,8 @@ ClusterKernel cluster_for(const Problem& p, StreamTypes t) {
       return first({cluster_kernel<float, float, float, Line, 16>(),
                     cluster_kernel<float, float, float, Rows<4>, 8>(),
                     cluster_kernel<float, float, float, Rows<1>, 8>()});
+    case DType::kF16:
+      return first({cluster_kernel<Float16, Float16, Float16, Rows<4>, 8>()});
     case DType::kBF16:
       return first({cluster_kernel<BFloat16, BFloat16, BFloat16, Rows<4>, 8>()});
     default:
@@ -378,6 +387,25 @@ Kernels::Piped piped_for(const Problem& p, StreamTypes t) {
   return k.piped && fits_piped(p, t, 1) ? k.piped : nullptr;
 }
 
+// The problem is one for walked.cuh, with `vector` channels to a thread.
+bool fits_walked(const Problem& p, StreamTypes t, int vector) {
+  const auto is = [&](const Output& out, DType type) {
+    const auto bytes = static_cast<uintptr_t>(vector * byte_size(type));
+    return !out.data || (out.dtype == type && reinterpret_cast<uintptr_t>(out.data) % bytes == 0);
+  };
+  if (p.op == Op::kTangent || state_of(t.b) != p.state || !p.a.data || !p.x.data ||
+      p.channels() > INT32_MAX / 2 || p.da_over_runs() || !is(p.y, t.b) ||
+      !(p.da_over_time || is(p.da_out, t.a)) || (p.da_out.data && !p.h.data) || p.a.dtype != t.a ||
+      p.x.dtype != t.b || (p.h.data && p.h.dtype != t.b)) {
+    return false;
+  }
+  if (vector == 1) return true;
+  return p.inner % vector == 0 && in_vectors(p, p.x, t.b, vector) &&
+         in_vectors(p, p.h, t.b, vector) &&
+         (same_for_inner(p.a) || in_vectors(p, p.a, t.a, vector)) &&
+         (!p.reset.data || same_for_inner(p.reset));
+}
+
 // Whole arrays of contiguous time, all of one type, from 16 bytes on.
 bool fits_lined(const Problem& p, StreamTypes types) {
   const auto whole = [&](const Input& in) {
@@ -406,6 +434,26 @@ struct Call {
 
 // The paths. cudaErrorNotSupported: the problem is not one for it.
 
+bool is_short(const Call& c) {
+  const Problem& p = c.p;
+  const bool shares_a =
+      p.a.at.time_stride == 0 || outer_shares(p.a) || (p.inner > 1 && same_for_inner(p.a));
+  return c.kernels.walked && fits_walked(p, c.types, 1) &&
+         is_short(p.op, shares_a, p.channels(), p.time, p.inner);
+}
+
+cudaError_t run_walked(const Call& c) {
+  const Problem& p = c.p;
+  if (!c.kernels.walked || !(c.by_name ? fits_walked(p, c.types, 1) : is_short(c))) {
+    return cudaErrorNotSupported;
+  }
+  const int vector = c.kernels.vector;
+  const bool enough = p.channels() / vector >=
+                      (c.by_name ? 0 : int64_t{kWalkedThreadsWanted} * c.device.multiprocessors);
+  return enough && fits_walked(p, c.types, vector) ? c.kernels.walked_vectors(p, c.stream)
+                                                   : c.kernels.walked(p, c.stream);
+}
+
 cudaError_t run_boxed(const Call& c) {
   const Problem& p = c.p;
   const Device& device = c.device;
@@ -418,6 +466,8 @@ cudaError_t run_boxed(const Call& c) {
                               c.by_name ? 0 : device.multiprocessors, device.shared_bytes,
                               device.multiprocessor_shared_bytes);
   plan.outer_shares_a = outer_shares(p.a);
+  const bool too_short = p.time * plan.width < kLeastBoxed && !c.by_name;
+  if (too_short && is_short(c)) return cudaErrorNotSupported;
   // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
   // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
   // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92.
@@ -426,17 +476,34 @@ cudaError_t run_boxed(const Call& c) {
   return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
 
+// Where piped.cuh is faster than sequential.cuh. Of the limit on an H200, forward and backward:
+// - Rows that are not whole 16 bytes: here their elements are copied one by one. fp32 (16,4096,250)
+//   0.48 0.34 and 0.67 0.62, (32,4096,255) 0.68 0.55 and 0.69 0.63, bf16 (32,4096,250) 0.45 0.47
+//   and 0.71 0.72; but forward (128,4096,250) 0.66 and 0.61, (200,500,33) 0.59 and 0.52, fp64
+//   (32,4096,255) 0.72 and 0.69.
+// - In 16 bits a group of 32 channels for each multiprocessor keeps too little on its way. bf16
+//   (16,4096,256) 0.64 0.715 and 0.75 0.79, (16,2048,256) 0.61 0.68 and 0.66 0.72; but
+//   (16,1024,256) 0.56 0.63 and 0.52 0.63, (24,4096,256) 0.80 0.81 and 0.79 0.81.
+bool pipes_better(const Problem& p, StreamTypes t, int64_t groups, int multiprocessors) {
+  if (!piped_for(p, t)) return false;
+  const int bytes = byte_size(t.b);
+  if (!in_pieces(p, p.x)) {
+    const bool few_long = groups <= 3 * multiprocessors && p.time >= 1000;
+    return p.op == Op::kCotangent || bytes == 2 || (bytes == 4 && few_long);
+  }
+  return byte_size(t.a) == 2 && 4 * groups < 5 * multiprocessors &&
+         p.channels() * p.time >= 6'000'000;
+}
+
 cudaError_t run_sequential(const Call& c) {
   const Problem& p = c.p;
   if (!is_sequential(p, c.types) || !(has_rows(p, c.types) || c.by_name)) {
     return cudaErrorNotSupported;
   }
   const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
-  // In 16 bits a group of 32 channels for each multiprocessor keeps too little on its way: of the
-  // limit on an H200 in bf16, (16,4096,256) 0.64 0.715 here and 0.75 0.79 in piped.cuh,
-  // (16,2048,256) 0.605 0.675 and 0.66 0.72, but (32,4096,256) 0.86 0.835 and 0.82 0.83.
-  const bool few = 2 * groups < 3 * c.device.multiprocessors && !c.by_name;
-  if (few && byte_size(c.types.b) == 2 && piped_for(p, c.types)) return cudaErrorNotSupported;
+  if (!c.by_name && pipes_better(p, c.types, groups, c.device.multiprocessors)) {
+    return cudaErrorNotSupported;
+  }
   // For what no other path does, this one takes few channels, too.
   const int multiprocessors = c.by_name          ? 0
                               : p.da_over_runs() ? std::min(c.device.multiprocessors, groups)
@@ -457,6 +524,13 @@ cudaError_t run_sequential(const Call& c) {
 cudaError_t run_cluster(const Call& c) {
   const ClusterKernel cluster = cluster_for(c.p, c.types);
   if (c.device.capability_major < 9 || !cluster.launch) return cudaErrorNotSupported;
+  // Where sequential.cuh has several groups of channels for each multiprocessor, and time is short:
+  // fp32 (512,32,32) 0.32 0.35 of the limit here and 0.45 0.38 there, but (256,48,32) 0.47 0.52 and
+  // 0.42 0.38, (128,32,32) 0.48 0.48 and 0.36 0.31.
+  const bool many = c.p.channels() >= 96 * int64_t{c.device.multiprocessors};
+  if (many && c.p.time < 48 && is_sequential(c.p, c.types) && !c.by_name) {
+    return cudaErrorNotSupported;
+  }
   // Not every GPU has the largest clusters.
   for (const int most_ranks : {kMostRanks, kPortableRanks}) {
     const ClusterPlan plan =
@@ -510,10 +584,10 @@ constexpr struct {
   cudaError_t (*run)(const Call&);
   bool sums_da;  // over runs of channels
 } kPaths[] = {
-    {Path::kBoxed, run_boxed, true},      {Path::kSequential, run_sequential, true},
-    {Path::kCluster, run_cluster, false}, {Path::kLined, run_lined, false},
-    {Path::kPiped, run_piped, false},     {Path::kChained, run_chained, false},
-    {Path::kGeneral, run_general, false},
+    {Path::kBoxed, run_boxed, true},      {Path::kWalked, run_walked, false},
+    {Path::kCluster, run_cluster, false}, {Path::kSequential, run_sequential, true},
+    {Path::kLined, run_lined, false},     {Path::kPiped, run_piped, false},
+    {Path::kChained, run_chained, false}, {Path::kGeneral, run_general, false},
 };
 
 }  // namespace

@@ -12,7 +12,17 @@
 namespace jax_scan {
 
 // kAuto picks the fastest; tests and measurements ask for one by name.
-enum class Path { kAuto, kCluster, kBoxed, kSequential, kLined, kPiped, kChained, kGeneral };
+enum class Path {
+  kAuto,
+  kBoxed,
+  kWalked,
+  kCluster,
+  kSequential,
+  kLined,
+  kPiped,
+  kChained,
+  kGeneral
+};
 
 // Queues the whole of one call. `workspace` has at least workspace_bytes(...). A path that the
 // problem does not fit is cudaErrorNotSupported.
@@ -48,6 +58,10 @@ cudaError_t launch_boxed(const Problem& problem, const BoxedPlan& plan, void* wo
 // Scan and cotangent of operands that lie in full and contiguous, time last.
 template <class T>
 cudaError_t launch_lined(const Problem& problem, const LinedPlan& plan, cudaStream_t stream);
+
+// Scan and cotangent of any strides; a thread has V channels, for V > 1 neighbours in memory.
+template <class A, class B, int V>
+cudaError_t launch_walked(const Problem& problem, cudaStream_t stream);
 
 namespace chained {
 

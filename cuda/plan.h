@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/problem.h"
 
@@ -556,7 +557,10 @@ inline constexpr int kMostLineSlots = 32;
 inline constexpr int kLineSlotsInUse = 3;         // at least, beside those on their way
 inline constexpr int kLineStageBytes = 32 * 128;  // of a stage's results
 inline constexpr int kMostLineWarps = 15;         // beside the one that orders
-inline constexpr int kLinesInFlight = 64;         // stages; more than slots plus warps
+// Bytes of a line: of fewer, most of a warp has none. Of the limit on an H200 in fp32, here and in
+// general.cuh: (10000,128,1) 0.235 0.29 and 0.15 0.18, (10000,100,1) 0.11 0.175 and 0.13 0.22.
+inline constexpr int kShortestLined = 512;
+inline constexpr int kLinesInFlight = 64;  // stages; more than slots plus warps
 static_assert(kMostLineSlots + kMostLineWarps < kLinesInFlight);
 
 // Of the limit on an H200 with 9, 12 and 15 warps:
@@ -607,7 +611,9 @@ constexpr LinedPlan plan_lined(Op op, int bytes, int64_t channels, int64_t time,
   // A channel may begin anywhere in a row.
   const int64_t rows = time % of_row == 0 ? time / of_row : (time + of_row - 2) / of_row + 1;
   const int64_t turns = divide_up(channels, places), blocks = divide_up(channels, turns);
-  if (multiprocessors > 0 && (time < kShortestLine || 10 * blocks < 6 * places)) return plan;
+  if (multiprocessors > 0 && (time * bytes < kShortestLined || 10 * blocks < 6 * places)) {
+    return plan;
+  }
   plan.rows = static_cast<int32_t>(divide_up(rows, divide_up(rows, 32)));
   const int64_t stages = divide_up(rows, int64_t{plan.rows});
   if (turns * stages > INT32_MAX / 2 || channels * time / of_row > INT32_MAX / 2) return plan;
@@ -630,6 +636,38 @@ constexpr LinedPlan plan_lined(Op op, int bytes, int64_t channels, int64_t time,
   plan.blocks = blocks;
   return plan;
 }
+
+// ---- The walk of each thread through all times (walked.cuh) ----
+
+inline constexpr int kWalkedThreads = 128;  // of a block
+
+// Neighbouring channels of a thread, where these leave each multiprocessor so many threads. Of the
+// limit on an H200 with one channel: fp32 (4096,4,32) 0.425 0.39 instead of 0.56 0.52, (16,8,4096)
+// 0.59 0.53 instead of 0.53 0.48; complex64 (4096,16,32) 0.78 0.74 instead of 0.875 0.87, but fp64
+// 0.91 0.89 instead of 0.88 0.85.
+template <class T>
+inline constexpr int walked_vector = sizeof(T) == 2                 ? 2
+                                     : sizeof(T) == 4               ? 4
+                                     : std::is_same_v<T, Complex64> ? 2
+                                                                    : 1;
+inline constexpr int kWalkedThreadsWanted = 200;
+
+// Short times of many channels: a thread for each channel is enough, and other paths take long to
+// begin. Of the limit on an H200, here and elsewhere, forward and backward:
+//   fp32 (4096,1,32) 0.51 0.44 and 0.11 0.09   (4096,16,33) 0.73 0.74 and 0.55 0.58
+//        (4096,64,32) 0.79 0.85 and 0.60 0.64  (512,16,32) 0.47 0.41 and 0.39 0.34
+//        (512,32,32) 0.395 0.35 and 0.45 0.38  (1024,48,33) 0.56 0.60 and 0.62 0.66
+//        (4096,100,33) 0.62 0.66 and 0.62 0.81
+//   a of (D,): (4096,16,32) 0.65 0.68 and 0.41 0.23  (4096,64,32) 0.665 0.74 and 0.79 0.50
+//   lines: (10000,16,1) 0.41 0.36 and 0.21 0.17      (10000,64,1) 0.20 0.15 and 0.13 0.12
+constexpr bool is_short(Op op, bool shares_a, int64_t channels, int64_t time, int64_t inner) {
+  const int64_t most = op == Op::kScan && shares_a ? 32 : 64;
+  return time <= most && time * (inner == 1 ? 128 : 1024) <= channels;
+}
+
+// Steps times channels of a block of boxed.cuh below which that has no time to get going: fp32
+// (64,8,4096) 0.83 0.81 here and 0.69 0.82 there, (64,16,4096) 0.88 0.83 and 0.88 0.93.
+inline constexpr int64_t kLeastBoxed = 4096;
 
 // Where a is the same for several channels, da is summed over these.
 //   kInner  over neighbouring inner indices: each warp adds up its 32 channels

@@ -45,7 +45,8 @@ struct NamedPath {
 constexpr NamedPath kPaths[] = {{Path::kAuto, "auto"},       {Path::kCluster, "cluster"},
                                 {Path::kBoxed, "boxed"},     {Path::kSequential, "sequential"},
                                 {Path::kLined, "lined"},     {Path::kPiped, "piped"},
-                                {Path::kChained, "chained"}, {Path::kGeneral, "general"}};
+                                {Path::kChained, "chained"}, {Path::kGeneral, "general"},
+                                {Path::kWalked, "walked"}};
 constexpr int kPathCount = sizeof(kPaths) / sizeof(kPaths[0]);
 
 void demand(cudaError_t error, const char* what) {
