@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, LARGE, LENGTHS, SMALL, Arguments, Case, arguments, normal
@@ -411,6 +412,117 @@ def test_overflowing_complex_products():
         h[t] = state = a[t] * state + b[t]
     assert np.abs(h).max() < 2.0**90
     np.testing.assert_allclose(linear_scan(a, b), h, rtol=1e-5)
+
+
+# Where time is divided, what overflows within a part must not be lost between two of them.
+DIVIDED = (
+    Case("one channel", (1, 512, 1)),
+    Case("one channel, long", (1, 16384, 1)),
+    Case("few channels", (1, 8192, 16)),
+    Case("odd channels", (1, 4999, 5)),
+    Case("many channels", (2, 1100, 64)),
+    Case("time last", (3, 6000), axis=-1),
+    Case("time last, many channels", (260, 700), axis=-1),
+)
+
+
+def places(length, channels):
+    """Steps for several times as many channels: beside powers of two, near the ends, and others."""
+    rng = np.random.default_rng(0)
+    edges = (2 ** np.arange(3, 14)[:, None] + np.arange(-3, 2)).ravel()
+    steps = [*edges[edges < length - 2], 1, length - 3, length // 2, length // 3]
+    steps = [*steps, *rng.integers(1, length - 2, 3 * channels)]
+    return np.resize(rng.permutation(steps), -(-max(40, 3 * channels) // channels) * channels)
+
+
+def from_columns(x, case):
+    """From (time, channels) in the order of the recurrence, and back."""
+    x = x.reshape(-1, *case.step)
+    return np.moveaxis(x[::-1] if case.reverse else x, 0, case.axis)
+
+
+def to_columns(x, case):
+    x = np.moveaxis(np.asarray(x), case.axis, 0)
+    return (x[::-1] if case.reverse else x).reshape(len(x), -1)
+
+
+@partial(jax.jit, static_argnames=("axis", "reverse"))
+def cotangents(a, b, g, axis, reverse):
+    """Of a and b together, and of b alone."""
+    scan = partial(linear_scan, axis=axis, reverse=reverse)
+    return *jax.vjp(scan, a, b)[1](g), *jax.vjp(lambda b: scan(a, b), b)[1](g)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@named(DIVIDED)
+@pytest.mark.parametrize(
+    ("dtype", "entering", "large", "small"),
+    [
+        ("float32", 79, 39, -60),
+        ("bfloat16", 80, 40, -60),
+        ("float64", 672, 300, -400),
+        ("complex64", 79, 39, -60),
+    ],
+)
+def test_a_sum_that_overflows_stays_infinite(case, reverse, dtype, entering, large, small):
+    """u = g + v, where v comes from later steps: both are finite, and a tiny factor follows."""
+    case = case._replace(reverse=reverse)
+    state = "float32" if dtype == "bfloat16" else dtype
+    length, channels = to_columns(np.empty(case.shape), case).shape
+    t = places(length, channels)
+    every = np.arange(len(t))
+    a, g = np.ones((length, len(t)), state), np.zeros((length, len(t)), state)
+    a[t + 1, every], a[t, every] = 2.0**large, 2.0**small
+    g[-1], g[t, every] = 2.0**entering, float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    u, v = np.empty_like(g), np.zeros(len(t), state)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for k in reversed(range(length)):
+            u[k] = g[k] + v
+            v = a[k] * u[k]
+    np.testing.assert_array_equal(np.isfinite(u), np.arange(length)[:, None] > t)
+
+    for one in np.split(every, len(t) // channels):
+        inputs = (from_columns(x[:, one], case).astype(DTYPES[dtype]) for x in (a, a**0, g))
+        grads = cotangents(*inputs, axis=case.axis, reverse=reverse)
+        da, *dbs = (to_columns(x, case).astype(state) for x in grads)
+        np.testing.assert_array_equal(np.isfinite(da[1:]), np.isfinite(u[1:, one]))
+        for db in dbs:
+            if state == "complex64":  # which part of what is not finite is a NaN may differ
+                np.testing.assert_array_equal(np.isfinite(db), np.isfinite(u[:, one]))
+                db[~np.isfinite(db)] = u[:, one][~np.isfinite(db)]
+            np.testing.assert_array_equal(db, u[:, one])
+
+
+@partial(jax.jit, static_argnames=("axis", "reverse"))
+def value_and_tangent(a, b, axis, reverse):
+    return jax.jvp(lambda b: linear_scan(a, b, axis=axis, reverse=reverse), (b,), (b,))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@named(DIVIDED)
+def test_a_product_that_overflows_stays_infinite(case, reverse):
+    """a h is just beyond the largest number, and b the negative of that number.
+
+    Loops that fuse product and sum keep a finite number and others an infinite one. Either way, all
+    later steps do too.
+    """
+    case = case._replace(reverse=reverse)
+    length, channels = to_columns(np.empty(case.shape), case).shape
+    t = places(length, channels)
+    every = np.arange(len(t))
+    largest = float(np.finfo(np.float32).max)
+    a, b = np.ones((length, len(t)), np.float32), np.zeros((length, len(t)), np.float32)
+    b[0] = 2.0**79
+    a[t, every], b[t, every] = 2.0**9, largest * 2.0**-30
+    a[t + 1, every], b[t + 1, every] = 2.0**30, -largest
+    for one in np.split(every, len(t) // channels):
+        inputs = (from_columns(x[:, one], case) for x in (a, b))
+        for h in value_and_tangent(*inputs, axis=case.axis, reverse=reverse):
+            h = to_columns(h, case)
+            after = h[t[one] + 1, np.arange(channels)]
+            assert (after > 2.0**117).all()
+            expected = np.where(np.arange(length)[:, None] > t[one], after, 0)
+            np.testing.assert_allclose(np.where(h > 2.0**117, h, 0), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("length", [5, 3000])
