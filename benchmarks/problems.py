@@ -114,6 +114,9 @@ GPU = [
     ),
     *_case("dtypes", (0.93, 0.9), *_FIRST, dtype="bfloat16", a_dtype="float32"),
     *_case("a per channel", (0.95, 0.9), _FIRST[0], a_shape=(256,), peers="jax"),
+    *_case("a per channel", _NO_GOAL, _FIRST[2], a_shape=(512,), peers="forward"),
+    *_case("a per channel", _NO_GOAL, (1, 65536, 256), a_shape=(256,), dtype="complex64"),
+    *_case("few steps", _NO_GOAL, (64, 1, 4096), (4096, 16, 32), short=True, peers="forward"),
     *_case(
         "a shared over the batch", (0.92, 0.88), _FIRST[0], a_shape=(4096, 256), peers="forward"
     ),

@@ -102,7 +102,7 @@ Kernels kernels() {
   k.piped = launch_piped<A, B, B, 1>;
   if constexpr (sizeof(B) == 2) k.piped_pairs = launch_piped<A, B, B, 2>;
   if constexpr (std::is_same_v<A, B>) k.lined = launch_lined<A>;
-  constexpr int kVector = walked_vector<B>;
+  constexpr int kVector = walked_vector(sizeof(B));
   k.walked = launch_walked<A, B, 1>;
   k.walked_vectors = launch_walked<A, B, kVector>;
   k.vector = kVector;
@@ -439,7 +439,7 @@ bool is_short(const Call& c) {
   const bool shares_a =
       p.a.at.time_stride == 0 || outer_shares(p.a) || (p.inner > 1 && same_for_inner(p.a));
   return c.kernels.walked && fits_walked(p, c.types, 1) &&
-         is_short(p.op, shares_a, p.channels(), p.time, p.inner);
+         is_short(p.op, byte_size(c.types.b), shares_a, p.channels(), p.time, p.inner);
 }
 
 cudaError_t run_walked(const Call& c) {
@@ -448,8 +448,8 @@ cudaError_t run_walked(const Call& c) {
     return cudaErrorNotSupported;
   }
   const int vector = c.kernels.vector;
-  const bool enough = p.channels() / vector >=
-                      (c.by_name ? 0 : int64_t{kWalkedThreadsWanted} * c.device.multiprocessors);
+  const bool enough =
+      p.channels() / vector >= (c.by_name ? 0 : kWalkedThreadsWanted * c.device.multiprocessors);
   return enough && fits_walked(p, c.types, vector) ? c.kernels.walked_vectors(p, c.stream)
                                                    : c.kernels.walked(p, c.stream);
 }
@@ -466,7 +466,8 @@ cudaError_t run_boxed(const Call& c) {
                               c.by_name ? 0 : device.multiprocessors, device.shared_bytes,
                               device.multiprocessor_shared_bytes);
   plan.outer_shares_a = outer_shares(p.a);
-  const bool too_short = p.time * plan.width < kLeastBoxed && !c.by_name;
+  const bool too_short = p.time * plan.width < least_boxed(byte_size(c.types.b)) &&
+                         plan.blocks >= 4 * device.multiprocessors && !c.by_name;
   if (too_short && is_short(c)) return cudaErrorNotSupported;
   // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
   // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
@@ -477,10 +478,10 @@ cudaError_t run_boxed(const Call& c) {
 }
 
 // Where piped.cuh is faster than sequential.cuh. Of the limit on an H200, forward and backward:
-// - Rows that are not whole 16 bytes: here their elements are copied one by one. fp32 (16,4096,250)
-//   0.48 0.34 and 0.67 0.62, (32,4096,255) 0.68 0.55 and 0.69 0.63, bf16 (32,4096,250) 0.45 0.47
-//   and 0.71 0.72; but forward (128,4096,250) 0.66 and 0.61, (200,500,33) 0.59 and 0.52, fp64
-//   (32,4096,255) 0.72 and 0.69.
+// - Rows that are not whole 16 bytes: here their elements are copied one by one. fp32
+//   (16,4096,250) 0.48 0.34 and 0.67 0.62, (32,4096,255) 0.68 0.55 and 0.69 0.63, bf16
+//   (32,4096,250) 0.45 0.47 and 0.71 0.72; forward (1000,1000,33) 0.70 and 0.81, but
+//   (128,4096,250) 0.66 and 0.61, (200,500,33) 0.59 and 0.52, fp64 (32,4096,255) 0.72 and 0.69.
 // - In 16 bits a group of 32 channels for each multiprocessor keeps too little on its way. bf16
 //   (16,4096,256) 0.64 0.715 and 0.75 0.79, (16,2048,256) 0.61 0.68 and 0.66 0.72; but
 //   (16,1024,256) 0.56 0.63 and 0.52 0.63, (24,4096,256) 0.80 0.81 and 0.79 0.81.
@@ -489,7 +490,8 @@ bool pipes_better(const Problem& p, StreamTypes t, int64_t groups, int multiproc
   const int bytes = byte_size(t.b);
   if (!in_pieces(p, p.x)) {
     const bool few_long = groups <= 3 * multiprocessors && p.time >= 1000;
-    return p.op == Op::kCotangent || bytes == 2 || (bytes == 4 && few_long);
+    const bool narrow = p.inner <= 128 && p.channels() * p.time >= 8'000'000;
+    return p.op == Op::kCotangent || bytes == 2 || (bytes == 4 && (few_long || narrow));
   }
   return byte_size(t.a) == 2 && 4 * groups < 5 * multiprocessors &&
          p.channels() * p.time >= 6'000'000;

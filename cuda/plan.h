@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/problem.h"
 
@@ -641,33 +640,36 @@ constexpr LinedPlan plan_lined(Op op, int bytes, int64_t channels, int64_t time,
 
 inline constexpr int kWalkedThreads = 128;  // of a block
 
-// Neighbouring channels of a thread, where these leave each multiprocessor so many threads. Of the
-// limit on an H200 with one channel: fp32 (4096,4,32) 0.425 0.39 instead of 0.56 0.52, (16,8,4096)
-// 0.59 0.53 instead of 0.53 0.48; complex64 (4096,16,32) 0.78 0.74 instead of 0.875 0.87, but fp64
-// 0.91 0.89 instead of 0.88 0.85.
-template <class T>
-inline constexpr int walked_vector = sizeof(T) == 2                 ? 2
-                                     : sizeof(T) == 4               ? 4
-                                     : std::is_same_v<T, Complex64> ? 2
-                                                                    : 1;
-inline constexpr int kWalkedThreadsWanted = 200;
+// Neighbouring channels of a thread, by the bytes of b, where these leave each multiprocessor so
+// many threads. Of the limit on an H200 with one channel: fp32 (4096,4,32) 0.425 0.39 instead of
+// 0.56 0.52, but (16,8,4096) 0.59 0.53 instead of 0.53 0.48; complex64 (4096,16,32) 0.78 0.74
+// instead of 0.875 0.87. In bf16 four instead of two: (4096,32,32) 0.37 0.33 instead of 0.46 0.35.
+JAX_SCAN_HD constexpr int walked_vector(int bytes) { return bytes == 2 ? 2 : 16 / bytes; }
+inline constexpr int64_t kWalkedThreadsWanted = 200;
 
-// Short times of many channels: a thread for each channel is enough, and other paths take long to
-// begin. Of the limit on an H200, here and elsewhere, forward and backward:
-//   fp32 (4096,1,32) 0.51 0.44 and 0.11 0.09   (4096,16,33) 0.73 0.74 and 0.55 0.58
-//        (4096,64,32) 0.79 0.85 and 0.60 0.64  (512,16,32) 0.47 0.41 and 0.39 0.34
-//        (512,32,32) 0.395 0.35 and 0.45 0.38  (1024,48,33) 0.56 0.60 and 0.62 0.66
-//        (4096,100,33) 0.62 0.66 and 0.62 0.81
-//   a of (D,): (4096,16,32) 0.65 0.68 and 0.41 0.23  (4096,64,32) 0.665 0.74 and 0.79 0.50
-//   lines: (10000,16,1) 0.41 0.36 and 0.21 0.17      (10000,64,1) 0.20 0.15 and 0.13 0.12
-constexpr bool is_short(Op op, bool shares_a, int64_t channels, int64_t time, int64_t inner) {
-  const int64_t most = op == Op::kScan && shares_a ? 32 : 64;
-  return time <= most && time * (inner == 1 ? 128 : 1024) <= channels;
+// Short times of many channels: a thread for each is enough, and other paths take long to begin. Of
+// the limit on an H200, here and elsewhere, forward and backward, lines being (channels,time,1):
+// clang-format off
+//   fp32 (4096,1,32)    0.51  0.44  0.11 0.09    fp32 (4096,16,33)  0.73  0.74  0.55 0.58
+//   fp32 (4096,64,32)   0.79  0.85  0.60 0.64    fp32 (512,16,32)   0.47  0.41  0.39 0.34
+//   fp32 (512,32,32)    0.395 0.35  0.45 0.38    fp32 (1024,48,33)  0.56  0.60  0.62 0.66
+//   fp32 (4096,100,33)  0.62  0.66  0.62 0.81    fp64 (4096,16,32)  0.88  0.85  0.47 0.58
+//   bf16 (4096,32,32)   0.46  0.35  0.29 0.32    bf16 (1024,64,64)  0.29  0.22  0.40 0.44
+//   fp32 (10000,16,1)   0.41  0.36  0.21 0.17    fp32 (10000,100,1) 0.155 0.19  0.13 0.22
+//   a of (D,): fp32 (4096,16,32) 0.65 0.68  0.41 0.23    (4096,64,32) 0.665 0.74  0.79 0.50
+// clang-format on
+// `bytes`: of b.
+constexpr bool is_short(Op op, int bytes, bool shares_a, int64_t channels, int64_t time,
+                        int64_t inner) {
+  if (inner == 1) return time <= 96 && time * 100 <= channels;
+  if (bytes == 2) return time <= 32 && time * 2048 <= channels;
+  return time <= (op == Op::kScan && shares_a ? 32 : 64) && time * 800 <= channels;
 }
 
-// Steps times channels of a block of boxed.cuh below which that has no time to get going: fp32
-// (64,8,4096) 0.83 0.81 here and 0.69 0.82 there, (64,16,4096) 0.88 0.83 and 0.88 0.93.
-inline constexpr int64_t kLeastBoxed = 4096;
+// Steps times channels of a block of boxed.cuh below which many of these have no time to get going:
+// fp32 (64,8,4096) 0.83 0.81 of the limit here and 0.69 0.82 there, (64,16,4096) 0.88 0.83 and 0.88
+// 0.93; bf16 (64,8,4096) 0.41 0.36 and 0.34 0.58.
+constexpr int64_t least_boxed(int bytes) { return bytes == 2 ? 2048 : 4096; }
 
 // Where a is the same for several channels, da is summed over these.
 //   kInner  over neighbouring inner indices: each warp adds up its 32 channels

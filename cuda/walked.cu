@@ -11,6 +11,7 @@ template cudaError_t launch_walked<BFloat16, BFloat16, 2>(const Problem&, cudaSt
 template cudaError_t launch_walked<float, BFloat16, 1>(const Problem&, cudaStream_t);
 template cudaError_t launch_walked<float, BFloat16, 2>(const Problem&, cudaStream_t);
 template cudaError_t launch_walked<double, double, 1>(const Problem&, cudaStream_t);
+template cudaError_t launch_walked<double, double, 2>(const Problem&, cudaStream_t);
 template cudaError_t launch_walked<Complex64, Complex64, 1>(const Problem&, cudaStream_t);
 template cudaError_t launch_walked<Complex64, Complex64, 2>(const Problem&, cudaStream_t);
 

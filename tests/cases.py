@@ -49,6 +49,7 @@ SMALL = (
     Case("a vector less one", (1, 127, 31), h0=(1, 31)),
     Case("wide", (2, 5, 1025), h0=(2, 1025)),
     Case("wider than a tile", (1, 9, 4099), reverse=True),
+    Case("few steps", (3, 3, 1028), reverse=True, reset=(3, 3), h0=(3, 1028)),
     Case("rank 1", (100,), axis=-1, h0=()),
     Case("rank 1 reversed", (257,), axis=0, reverse=True),
     Case("rank 2", (129, 7), h0=(7,)),
@@ -103,7 +104,7 @@ LARGE = (
     Case("long reversed, time last", (3, 10007), axis=-1, reverse=True, h0=(3,)),
     Case("long, one channel", (1, 9001, 1)),
     Case("chunks", (2, 4097, 40), reset=(4097,)),
-    Case("many channels", (1, 16, 70000), h0=(70000,)),
+    Case("many channels", (1, 16, 120000), h0=(120000,)),
     Case("many rows", (70000, 16, 1), reverse=True),
     Case("many rows, shared a", (3000, 16, 3), a=(3,)),
 )

@@ -28,6 +28,7 @@ KERNELS = (
     "chained_kernel",
     "piped_kernel",
     "lined_kernel",
+    "walked_kernel",
     "general_kernel",
     "sum_over_tiles_kernel",
 )
