@@ -525,10 +525,11 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
             )
         wide = wide or tensor.dtype in _WIDE
     bridge = _bridge(device)
+    plain = [_plain(t) for t in tensors]  # held until the results are there: arrays may not do it
     with jax.enable_x64(True) if wide else _NOTHING:
-        arrays, stream = bridge.to_jax(tensors)
+        arrays, stream = bridge.to_jax(plain)
         results = program.compiled(*arrays)
-        return bridge.to_torch(results, tensors, stream)
+        return bridge.to_torch(results, plain, stream)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -537,11 +538,22 @@ _NOTHING = contextlib.nullcontext()
 # ---- DLPack --------------------------------------------------------------------------------------
 
 try:
-    # What jax.dlpack.from_dlpack comes down to, without its 25 us a tensor of checks in Python. The
-    # same three arguments from JAX 0.8 to 0.12.
-    from jaxlib._jax import dlpack_managed_tensor_to_buffer as _import_capsule
+    # What JAX's side of DLPack comes down to, without its checks in Python: 25 us for a tensor in
+    # and 3 out. The same arguments from JAX 0.8 to 0.12.
+    from jaxlib._jax import (
+        buffer_to_dlpack_managed_tensor as _export_capsule,
+        cuda_array_interface_to_buffer as _view,
+        dlpack_managed_tensor_to_buffer as _import_capsule,
+    )
 except ImportError:
     _import_capsule = None
+
+    def _export_capsule(buffer: jax.Array, stream: int | None) -> Any:
+        return buffer.__dlpack__(stream=stream)
+
+
+# What torch.from_dlpack does with a capsule after 2 us of Python.
+_from_capsule: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
 
 
 class _Exported:
@@ -581,15 +593,14 @@ class _CpuBridge:
 
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         """The operands, and what `to_torch` has to know of the order of things."""
-        ready = [_plain(t) for t in tensors]
         if _import_capsule is None:
-            return self.import_all(ready, None), None
-        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in ready], None
+            return self.import_all(tensors, None), None
+        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in tensors], None
 
     def to_torch(
         self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
     ) -> tuple[torch.Tensor, ...]:
-        return _unaliased([torch.from_dlpack(array.__dlpack__()) for array in arrays], operands)
+        return _unaliased([_from_capsule(_export_capsule(a, None)) for a in arrays], operands)
 
 
 class _CudaBridge(_CpuBridge):
@@ -598,9 +609,10 @@ class _CudaBridge(_CpuBridge):
     Towards JAX: a stream of JAX's, which it names itself, is made to wait for what is queued on
     torch's current stream; JAX starts the computation after what is queued on its stream. It does
     so if one operand is said to be made there: the computation waits for all of its operands.
-    Back: __dlpack__ is given torch's current stream, and makes it wait for the result. The operands
+    Back: the export is given torch's current stream, and makes it wait for the result. The operands
     have been read by then, so torch may write to them, or use their memory again, in the order of
-    its stream.
+    its stream. Therefore no array but the first has to keep its tensor, and one made for an address
+    serves every later tensor at that address: an import takes 20 to 30 us of a queue.
     Freed results: JAX would give their memory to its next computation, and knows nothing of reads
     that torch has queued since. Each array is therefore held until its tensor's storage is gone,
     and from then on until torch has done what it had queued, or until the next call, before which
@@ -612,45 +624,65 @@ class _CudaBridge(_CpuBridge):
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.jax_streams: dict[int, torch.cuda.Stream] = {}
         self.jax_stream = self.jax_device.get_stream_for_external_ready_events()
+        self.views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
         self.of_thread = threading.local()
         self.legacy_stream = 0 if torch.version.hip else 1  # DLPack's name for the default stream
         self.live: dict[int, tuple[weakref.ref, jax.Array]] = {}
-        self.freed: list[tuple[torch.cuda.Stream, jax.Array]] = []
+        self.freed: list[tuple[int, torch.cuda.Stream, jax.Array]] = []
 
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
-        ready = [_plain(t) for t in tensors]
         current = torch.cuda.current_stream(self.index)
+        pointer = current.cuda_stream
         # A wait is for what the event stood for when it was queued, so one event does.
         event = getattr(self.of_thread, "event", None)
         if event is None:
             event = self.of_thread.event = torch.cuda.Event()
         event.record(current)
         if _import_capsule is None:
-            arrays = self.import_all(ready, functools.partial(self.order, event))
+            arrays = self.import_all(tensors, functools.partial(self.order, event))
         else:
             self.order(event, self.jax_stream)
-            stream, arrays = self.jax_stream, []
-            for tensor in ready:
-                capsule = torch.to_dlpack(tensor)
-                arrays.append(_import_capsule(capsule, self.jax_device, stream))
-                stream = None
-        if self.freed:
-            self.freed = [f for f in self.freed if f[0] != current and not f[0].query()]
-        return arrays, current.cuda_stream or self.legacy_stream
+            first, *others = tensors
+            capsule = torch.to_dlpack(first)
+            arrays = [_import_capsule(capsule, self.jax_device, self.jax_stream)]
+            for tensor in others:
+                tensor.record_stream(current)  # nothing, unless it was allocated on another
+                arrays.append(self.view(tensor))
+        freed, self.freed = self.freed, []
+        self.freed.extend([f for f in freed if f[0] != pointer and not f[1].query()])
+        return arrays, pointer or self.legacy_stream
+
+    def view(self, tensor: torch.Tensor) -> jax.Array:
+        """An array that reads the tensor's memory and does not keep it."""
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        array = self.views.get(key)
+        if array is None or array.is_deleted():
+            if len(self.views) >= 256:
+                self.views.clear()
+            interface = {
+                "data": (key[0], False),
+                "shape": tuple(key[1]),
+                "typestr": np.dtype(_JAX_DTYPES.get(key[2], np.bool_)),
+                "stream": 1,  # one of CUDA's own: no event of another is waited for
+                "version": 3,
+            }
+            device = self.jax_device
+            array = self.views[key] = _view(interface, device.client, device.local_hardware_id)
+        return array
 
     def order(self, event: torch.cuda.Event, pointer: int) -> None:
         stream = self.jax_streams.get(pointer)
         if stream is None:
             stream = torch.cuda.ExternalStream(pointer, device=self.device)
             self.jax_streams[pointer] = stream
-        stream.wait_event(event)
+        event.wait(stream)
 
     def to_torch(
         self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
     ) -> tuple[torch.Tensor, ...]:
-        tensors = [torch.from_dlpack(array.__dlpack__(stream=stream)) for array in arrays]
+        tensors = [_from_capsule(_export_capsule(array, stream)) for array in arrays]
         for tensor, array in zip(tensors, arrays, strict=True):
             storage = weakref.ref(tensor.untyped_storage(), self.release)
             self.live[id(storage)] = storage, array
@@ -660,7 +692,7 @@ class _CudaBridge(_CpuBridge):
         _, array = self.live.pop(id(storage))
         stream = torch.cuda.current_stream(self.index)
         if not stream.query():
-            self.freed.append((stream, array))
+            self.freed.append((stream.cuda_stream, stream, array))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
