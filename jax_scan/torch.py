@@ -208,7 +208,8 @@ def _check_model_inputs(d_model: int, a: torch.Tensor, b: torch.Tensor) -> None:
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(x)}")
-    if a.shape != b.shape or b.ndim != 3 or b.shape[2] != d_model:
+    shape = b.shape
+    if a.shape != shape or len(shape) != 3 or shape[2] != d_model:
         raise ValueError(
             f"a and b must both have shape (B, L, {d_model}), "
             f"got {tuple(a.shape)} and {tuple(b.shape)}"
@@ -243,8 +244,14 @@ class _Program:
 
     def __init__(self, function: Callable[..., tuple[jax.Array, ...]], wide: bool = False) -> None:
         self.function = function
+
+        def own(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            # Without it JAX may return an operand as a result, or one result twice. Arrays are
+            # never written to, tensors are.
+            return lax.optimization_barrier(function(*arrays))
+
         # An operand that is not used is passed all the same: the first may stand for all (to_jax).
-        self.compiled = jax.jit(function, keep_unused=True)
+        self.compiled = jax.jit(own, keep_unused=True)
         self.wide = wide  # the result may be 64 bits wide though no operand is
 
     def save(self, ctx: Any, inputs: Sequence[torch.Tensor], outputs: tuple[Any, ...]) -> None:
@@ -517,6 +524,7 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
     """Tensors to JAX, one compiled call, and back."""
     device = tensors[0].device
     wide = program.wide
+    plain = []  # held until the results are there: arrays may not do it
     for tensor in tensors:
         if tensor.device != device:
             raise ValueError(
@@ -524,12 +532,12 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
                 + " and ".join(dict.fromkeys(str(t.device) for t in tensors))
             )
         wide = wide or tensor.dtype in _WIDE
+        plain.append(_plain(tensor))
     bridge = _bridge(device)
-    plain = [_plain(t) for t in tensors]  # held until the results are there: arrays may not do it
     with jax.enable_x64(True) if wide else _NOTHING:
         arrays, stream = bridge.to_jax(plain)
         results = program.compiled(*arrays)
-        return bridge.to_torch(results, plain, stream)
+        return bridge.to_torch(results, stream)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -595,10 +603,8 @@ class _CpuBridge:
             return self.import_all(tensors, None), None
         return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in tensors], None
 
-    def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
-    ) -> tuple[torch.Tensor, ...]:
-        return _unaliased([_from_capsule(_export_capsule(a, None)) for a in arrays], operands)
+    def to_torch(self, arrays: Sequence[jax.Array], stream: Any) -> tuple[torch.Tensor, ...]:
+        return tuple([_from_capsule(_export_capsule(array, None)) for array in arrays])
 
 
 class _CudaBridge(_CpuBridge):
@@ -620,6 +626,7 @@ class _CudaBridge(_CpuBridge):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.streams: dict[int, torch.cuda.Stream] = {}
         self.jax_streams: dict[int, torch.cuda.Stream] = {}
         self.jax_stream = self.jax_device.get_stream_for_external_ready_events()
         self.views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
@@ -631,8 +638,7 @@ class _CudaBridge(_CpuBridge):
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
-        current = torch.cuda.current_stream(self.index)
-        pointer = current.cuda_stream
+        pointer, current = self.current()
         # A wait is for what the event stood for when it was queued, so one event does.
         event = getattr(self.of_thread, "event", None)
         if event is None:
@@ -651,6 +657,14 @@ class _CudaBridge(_CpuBridge):
         freed, self.freed = self.freed, []
         self.freed.extend([f for f in freed if f[0] != pointer and not f[1].query()])
         return arrays, pointer or self.legacy_stream
+
+    def current(self) -> tuple[int, torch.cuda.Stream]:
+        """torch's current stream: torch.cuda.current_stream makes a new object each time."""
+        pointer = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = self.streams.get(pointer)
+        if stream is None:
+            stream = self.streams[pointer] = torch.cuda.current_stream(self.index)
+        return pointer, stream
 
     def view(self, tensor: torch.Tensor) -> jax.Array:
         """An array that reads the tensor's memory and does not keep it."""
@@ -677,20 +691,20 @@ class _CudaBridge(_CpuBridge):
             self.jax_streams[pointer] = stream
         event.wait(stream)
 
-    def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = [_from_capsule(_export_capsule(array, stream)) for array in arrays]
-        for tensor, array in zip(tensors, arrays, strict=True):
+    def to_torch(self, arrays: Sequence[jax.Array], stream: Any) -> tuple[torch.Tensor, ...]:
+        tensors = []
+        for array in arrays:
+            tensor = _from_capsule(_export_capsule(array, stream))
             storage = weakref.ref(tensor.untyped_storage(), self.release)
             self.live[id(storage)] = storage, array
-        return _unaliased(tensors, operands)
+            tensors.append(tensor)
+        return tuple(tensors)
 
     def release(self, storage: weakref.ref) -> None:
         _, array = self.live.pop(id(storage))
-        stream = torch.cuda.current_stream(self.index)
+        pointer, stream = self.current()
         if not stream.query():
-            self.freed.append((stream.cuda_stream, stream, array))
+            self.freed.append((pointer, stream, array))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -702,24 +716,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-def _unaliased(
-    results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The results, copied where JAX returned an operand or returned one result twice.
-
-    Arrays are never written to, tensors are.
-    """
-    seen = {t.data_ptr() for t in operands}
-    unaliased = []
-    for tensor in results:
-        pointer = tensor.data_ptr()
-        if pointer and pointer in seen:
-            tensor = tensor.clone()
-        seen.add(pointer)
-        unaliased.append(tensor)
-    return tuple(unaliased)
 
 
 @functools.cache
