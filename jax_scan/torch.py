@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -626,11 +625,9 @@ class _CudaBridge(_CpuBridge):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.streams: dict[int, torch.cuda.Stream] = {}
-        self.jax_streams: dict[int, torch.cuda.Stream] = {}
-        self.jax_stream = self.jax_device.get_stream_for_external_ready_events()
+        self.streams: dict[int, tuple[int, torch.cuda.Stream, torch.cuda.Event]] = {}
+        self.jax_stream = self.stream(self.jax_device.get_stream_for_external_ready_events())
         self.views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
-        self.of_thread = threading.local()
         self.legacy_stream = 0 if torch.version.hip else 1  # DLPack's name for the default stream
         self.live: dict[int, tuple[weakref.ref, jax.Array]] = {}
         self.freed: list[tuple[int, torch.cuda.Stream, jax.Array]] = []
@@ -638,19 +635,15 @@ class _CudaBridge(_CpuBridge):
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
-        pointer, current = self.current()
-        # A wait is for what the event stood for when it was queued, so one event does.
-        event = getattr(self.of_thread, "event", None)
-        if event is None:
-            event = self.of_thread.event = torch.cuda.Event()
+        pointer, current, event = self.current()
         event.record(current)
         if _import_capsule is None:
-            arrays = self.import_all(tensors, functools.partial(self.order, event))
+            arrays = self.import_all(tensors, lambda pointer: event.wait(self.stream(pointer)))
         else:
-            self.order(event, self.jax_stream)
+            event.wait(self.jax_stream)
             first, *others = tensors
-            capsule = torch.to_dlpack(first)
-            arrays = [_import_capsule(capsule, self.jax_device, self.jax_stream)]
+            capsule, stream = torch.to_dlpack(first), self.jax_stream.cuda_stream
+            arrays = [_import_capsule(capsule, self.jax_device, stream)]
             for tensor in others:
                 tensor.record_stream(current)  # nothing, unless it was allocated on another
                 arrays.append(self.view(tensor))
@@ -658,13 +651,17 @@ class _CudaBridge(_CpuBridge):
         self.freed.extend([f for f in freed if f[0] != pointer and not f[1].query()])
         return arrays, pointer or self.legacy_stream
 
-    def current(self) -> tuple[int, torch.cuda.Stream]:
-        """torch's current stream: torch.cuda.current_stream makes a new object each time."""
+    def current(self) -> tuple[int, torch.cuda.Stream, torch.cuda.Event]:
+        """torch's current stream and an event for it.
+
+        A wait is for what the event stood for when it was queued, so one event does for all calls.
+        """
         pointer = torch._C._cuda_getCurrentRawStream(self.index)
-        stream = self.streams.get(pointer)
-        if stream is None:
-            stream = self.streams[pointer] = torch.cuda.current_stream(self.index)
-        return pointer, stream
+        found = self.streams.get(pointer)
+        if found is None:
+            stream = torch.cuda.current_stream(self.index)
+            found = self.streams[pointer] = pointer, stream, torch.cuda.Event()
+        return found
 
     def view(self, tensor: torch.Tensor) -> jax.Array:
         """An array that reads the tensor's memory and does not keep it."""
@@ -684,12 +681,8 @@ class _CudaBridge(_CpuBridge):
             array = self.views[key] = _import_address(interface, client, index)
         return array
 
-    def order(self, event: torch.cuda.Event, pointer: int) -> None:
-        stream = self.jax_streams.get(pointer)
-        if stream is None:
-            stream = torch.cuda.ExternalStream(pointer, device=self.device)
-            self.jax_streams[pointer] = stream
-        event.wait(stream)
+    def stream(self, pointer: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(pointer, device=self.device)
 
     def to_torch(self, arrays: Sequence[jax.Array], stream: Any) -> tuple[torch.Tensor, ...]:
         tensors = []
@@ -702,7 +695,7 @@ class _CudaBridge(_CpuBridge):
 
     def release(self, storage: weakref.ref) -> None:
         _, array = self.live.pop(id(storage))
-        pointer, stream = self.current()
+        pointer, stream, _ = self.current()
         if not stream.query():
             self.freed.append((pointer, stream, array))
 
