@@ -126,13 +126,13 @@ def linear_scan(
       ValueError: ranks, shapes or ``axis`` that do not fit, tensors on different devices.
       RuntimeError: a device that JAX cannot reach, or a call inside a CUDA graph capture.
     """
-    tensors = [a, b]
-    if h0 is not None:
-        tensors.append(h0)
-    for name, tensor in zip(("a", "b", "h0"), tensors, strict=False):
+    tensors = [a, b] if h0 is None else [a, b, h0]
+    for k, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
+            name = ("a", "b", "h0")[k]
             raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
         if tensor.dtype not in _JAX_DTYPES:
+            name = ("a", "b", "h0")[k]
             raise TypeError(
                 f"linear_scan: {name} must have one of the dtypes {_NAMES}, got {tensor.dtype}"
             )
@@ -204,9 +204,10 @@ class Reference(nn.Module):
 
 
 def _check_model_inputs(d_model: int, a: torch.Tensor, b: torch.Tensor) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(x)}")
+    if not isinstance(a, torch.Tensor):
+        raise TypeError(f"a must be a torch tensor, got {type(a)}")
+    if not isinstance(b, torch.Tensor):
+        raise TypeError(f"b must be a torch tensor, got {type(b)}")
     shape = b.shape
     if a.shape != shape or len(shape) != 3 or shape[2] != d_model:
         raise ValueError(
