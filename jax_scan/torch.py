@@ -128,11 +128,10 @@ def linear_scan(
     """
     tensors = [a, b] if h0 is None else [a, b, h0]
     for k, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _JAX_DTYPES:
             name = ("a", "b", "h0")[k]
-            raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
-        if tensor.dtype not in _JAX_DTYPES:
-            name = ("a", "b", "h0")[k]
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
             raise TypeError(
                 f"linear_scan: {name} must have one of the dtypes {_NAMES}, got {tensor.dtype}"
             )
@@ -245,9 +244,10 @@ class _Program:
     def __init__(self, function: Callable[..., tuple[jax.Array, ...]], wide: bool = False) -> None:
         self.function = function
 
+        @functools.wraps(function)
         def own(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            # Without it JAX may return an operand as a result, or one result twice. Arrays are
-            # never written to, tensors are.
+            # Arrays are never written to, so JAX may return an operand as a result, or one result
+            # twice. Tensors are, and what a barrier returns has memory of its own.
             return lax.optimization_barrier(function(*arrays))
 
         # An operand that is not used is passed all the same: the first may stand for all (to_jax).
