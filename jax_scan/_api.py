@@ -235,16 +235,19 @@ def _axis(axis: Any, b: Any) -> int:
         axis = operator.index(axis)
     except TypeError:
         raise TypeError(f"axis must be an int, got {_kind(axis)}") from None
-    if b.ndim == 0:
+    rank = b.ndim
+    if rank == 0:
         raise ValueError("b must have a time axis, got a scalar")
-    if not -b.ndim <= axis < b.ndim:
-        hint = "; with a b of rank 1 time is axis=-1" if b.ndim == 1 else ""
+    if not -rank <= axis < rank:
+        hint = "; with a b of rank 1 time is axis=-1" if rank == 1 else ""
         raise ValueError(f"axis {axis} is out of range for b of shape {b.shape}{hint}")
-    return axis % b.ndim
+    return axis % rank
 
 
 def _flag(name: str, x: Any) -> bool:
-    if not isinstance(x, (bool, np.bool_)):
+    if x is True or x is False:
+        return x
+    if not isinstance(x, np.bool_):
         raise TypeError(f"{name} must be True or False, got {_kind(x)}")
     return bool(x)
 

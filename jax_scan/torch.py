@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -127,13 +126,12 @@ def linear_scan(
       ValueError: ranks, shapes or ``axis`` that do not fit, tensors on different devices.
       RuntimeError: a device that JAX cannot reach, or a call inside a CUDA graph capture.
     """
-    tensors = [a, b]
-    if h0 is not None:
-        tensors.append(h0)
-    for name, tensor in zip(("a", "b", "h0"), tensors, strict=False):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
-        if tensor.dtype not in _JAX_DTYPES:
+    tensors = [a, b] if h0 is None else [a, b, h0]
+    for k, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _JAX_DTYPES:
+            name = ("a", "b", "h0")[k]
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"linear_scan: {name} must be a torch tensor, got {type(tensor)}")
             raise TypeError(
                 f"linear_scan: {name} must have one of the dtypes {_NAMES}, got {tensor.dtype}"
             )
@@ -205,10 +203,12 @@ class Reference(nn.Module):
 
 
 def _check_model_inputs(d_model: int, a: torch.Tensor, b: torch.Tensor) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(x)}")
-    if a.shape != b.shape or b.ndim != 3 or b.shape[2] != d_model:
+    if not isinstance(a, torch.Tensor):
+        raise TypeError(f"a must be a torch tensor, got {type(a)}")
+    if not isinstance(b, torch.Tensor):
+        raise TypeError(f"b must be a torch tensor, got {type(b)}")
+    shape = b.shape
+    if a.shape != shape or len(shape) != 3 or shape[2] != d_model:
         raise ValueError(
             f"a and b must both have shape (B, L, {d_model}), "
             f"got {tuple(a.shape)} and {tuple(b.shape)}"
@@ -243,8 +243,15 @@ class _Program:
 
     def __init__(self, function: Callable[..., tuple[jax.Array, ...]], wide: bool = False) -> None:
         self.function = function
+
+        @functools.wraps(function)
+        def own(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            # Arrays are never written to, so JAX may return an operand as a result, or one result
+            # twice. Tensors are, and what a barrier returns has memory of its own.
+            return lax.optimization_barrier(function(*arrays))
+
         # An operand that is not used is passed all the same: the first may stand for all (to_jax).
-        self.compiled = jax.jit(function, keep_unused=True)
+        self.compiled = jax.jit(own, keep_unused=True)
         self.wide = wide  # the result may be 64 bits wide though no operand is
 
     def save(self, ctx: Any, inputs: Sequence[torch.Tensor], outputs: tuple[Any, ...]) -> None:
@@ -517,6 +524,7 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
     """Tensors to JAX, one compiled call, and back."""
     device = tensors[0].device
     wide = program.wide
+    plain = []  # held until the results are there: arrays may not do it
     for tensor in tensors:
         if tensor.device != device:
             raise ValueError(
@@ -524,11 +532,12 @@ def _run(program: _Program, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
                 + " and ".join(dict.fromkeys(str(t.device) for t in tensors))
             )
         wide = wide or tensor.dtype in _WIDE
+        plain.append(_plain(tensor))
     bridge = _bridge(device)
     with jax.enable_x64(True) if wide else _NOTHING:
-        arrays, stream = bridge.to_jax(tensors)
+        arrays, stream = bridge.to_jax(plain)
         results = program.compiled(*arrays)
-        return bridge.to_torch(results, tensors, stream)
+        return bridge.to_torch(results, stream)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -537,11 +546,20 @@ _NOTHING = contextlib.nullcontext()
 # ---- DLPack --------------------------------------------------------------------------------------
 
 try:
-    # What jax.dlpack.from_dlpack comes down to, without its 25 us a tensor of checks in Python. The
-    # same three arguments from JAX 0.8 to 0.12.
+    # What JAX's side of DLPack comes down to, without its checks in Python: 25 us for a tensor in
+    # and 3 out. The same arguments from JAX 0.8 to 0.12.
+    from jaxlib._jax import buffer_to_dlpack_managed_tensor as _export_capsule
+    from jaxlib._jax import cuda_array_interface_to_buffer as _import_address
     from jaxlib._jax import dlpack_managed_tensor_to_buffer as _import_capsule
 except ImportError:
     _import_capsule = None
+
+    def _export_capsule(array: Any, stream: int | None) -> Any:
+        return array.__dlpack__(stream=stream)
+
+
+# What torch.from_dlpack does with a capsule after 2 us of Python.
+_from_capsule: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
 
 
 class _Exported:
@@ -581,15 +599,12 @@ class _CpuBridge:
 
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         """The operands, and what `to_torch` has to know of the order of things."""
-        ready = [_plain(t) for t in tensors]
         if _import_capsule is None:
-            return self.import_all(ready, None), None
-        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in ready], None
+            return self.import_all(tensors, None), None
+        return [_import_capsule(torch.to_dlpack(t), self.jax_device, None) for t in tensors], None
 
-    def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
-    ) -> tuple[torch.Tensor, ...]:
-        return _unaliased([torch.from_dlpack(array.__dlpack__()) for array in arrays], operands)
+    def to_torch(self, arrays: Sequence[jax.Array], stream: Any) -> tuple[torch.Tensor, ...]:
+        return tuple([_from_capsule(_export_capsule(array, None)) for array in arrays])
 
 
 class _CudaBridge(_CpuBridge):
@@ -598,9 +613,10 @@ class _CudaBridge(_CpuBridge):
     Towards JAX: a stream of JAX's, which it names itself, is made to wait for what is queued on
     torch's current stream; JAX starts the computation after what is queued on its stream. It does
     so if one operand is said to be made there: the computation waits for all of its operands.
-    Back: __dlpack__ is given torch's current stream, and makes it wait for the result. The operands
+    Back: the export is given torch's current stream, and makes it wait for the result. The operands
     have been read by then, so torch may write to them, or use their memory again, in the order of
-    its stream.
+    its stream. Therefore no array but the first has to keep its tensor, and one made for an address
+    serves every later tensor at that address: an import takes 20 to 30 us of a queue.
     Freed results: JAX would give their memory to its next computation, and knows nothing of reads
     that torch has queued since. Each array is therefore held until its tensor's storage is gone,
     and from then on until torch has done what it had queued, or until the next call, before which
@@ -610,57 +626,79 @@ class _CudaBridge(_CpuBridge):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.jax_streams: dict[int, torch.cuda.Stream] = {}
-        self.jax_stream = self.jax_device.get_stream_for_external_ready_events()
-        self.of_thread = threading.local()
+        self.streams: dict[int, tuple[int, torch.cuda.Stream, torch.cuda.Event]] = {}
+        self.jax_stream = self.stream(self.jax_device.get_stream_for_external_ready_events())
+        self.views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
         self.legacy_stream = 0 if torch.version.hip else 1  # DLPack's name for the default stream
         self.live: dict[int, tuple[weakref.ref, jax.Array]] = {}
-        self.freed: list[tuple[torch.cuda.Stream, jax.Array]] = []
+        self.freed: list[tuple[int, torch.cuda.Stream, jax.Array]] = []
 
     def to_jax(self, tensors: Sequence[torch.Tensor]) -> tuple[list[jax.Array], Any]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
-        ready = [_plain(t) for t in tensors]
-        current = torch.cuda.current_stream(self.index)
-        # A wait is for what the event stood for when it was queued, so one event does.
-        event = getattr(self.of_thread, "event", None)
-        if event is None:
-            event = self.of_thread.event = torch.cuda.Event()
+        pointer, current, event = self.current()
         event.record(current)
         if _import_capsule is None:
-            arrays = self.import_all(ready, functools.partial(self.order, event))
+            arrays = self.import_all(tensors, lambda pointer: event.wait(self.stream(pointer)))
         else:
-            self.order(event, self.jax_stream)
-            stream, arrays = self.jax_stream, []
-            for tensor in ready:
-                capsule = torch.to_dlpack(tensor)
-                arrays.append(_import_capsule(capsule, self.jax_device, stream))
-                stream = None
-        if self.freed:
-            self.freed = [f for f in self.freed if f[0] != current and not f[0].query()]
-        return arrays, current.cuda_stream or self.legacy_stream
+            event.wait(self.jax_stream)
+            first, *others = tensors
+            capsule, stream = torch.to_dlpack(first), self.jax_stream.cuda_stream
+            arrays = [_import_capsule(capsule, self.jax_device, stream)]
+            for tensor in others:
+                tensor.record_stream(current)  # nothing, unless it was allocated on another
+                arrays.append(self.view(tensor))
+        freed, self.freed = self.freed, []
+        self.freed.extend([f for f in freed if f[0] != pointer and not f[1].query()])
+        return arrays, pointer or self.legacy_stream
 
-    def order(self, event: torch.cuda.Event, pointer: int) -> None:
-        stream = self.jax_streams.get(pointer)
-        if stream is None:
-            stream = torch.cuda.ExternalStream(pointer, device=self.device)
-            self.jax_streams[pointer] = stream
-        stream.wait_event(event)
+    def current(self) -> tuple[int, torch.cuda.Stream, torch.cuda.Event]:
+        """torch's current stream and an event for it.
 
-    def to_torch(
-        self, arrays: Sequence[Any], operands: Sequence[torch.Tensor], stream: Any
-    ) -> tuple[torch.Tensor, ...]:
-        tensors = [torch.from_dlpack(array.__dlpack__(stream=stream)) for array in arrays]
-        for tensor, array in zip(tensors, arrays, strict=True):
+        A wait is for what the event stood for when it was queued, so one event does for all calls.
+        """
+        pointer = torch._C._cuda_getCurrentRawStream(self.index)
+        found = self.streams.get(pointer)
+        if found is None:
+            stream = torch.cuda.current_stream(self.index)
+            found = self.streams[pointer] = pointer, stream, torch.cuda.Event()
+        return found
+
+    def view(self, tensor: torch.Tensor) -> jax.Array:
+        """An array that reads the tensor's memory and does not keep it."""
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        array = self.views.get(key)
+        if array is None or array.is_deleted():
+            if len(self.views) >= 256:
+                self.views.clear()
+            interface = {
+                "data": (key[0], False),
+                "shape": tuple(key[1]),
+                "typestr": np.dtype(_JAX_DTYPES.get(key[2], np.bool_)),
+                "stream": 1,  # one of CUDA's own: no event of another is waited for
+                "version": 3,
+            }
+            client, index = self.jax_device.client, self.jax_device.local_hardware_id
+            array = self.views[key] = _import_address(interface, client, index)
+        return array
+
+    def stream(self, pointer: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(pointer, device=self.device)
+
+    def to_torch(self, arrays: Sequence[jax.Array], stream: Any) -> tuple[torch.Tensor, ...]:
+        tensors = []
+        for array in arrays:
+            tensor = _from_capsule(_export_capsule(array, stream))
             storage = weakref.ref(tensor.untyped_storage(), self.release)
             self.live[id(storage)] = storage, array
-        return _unaliased(tensors, operands)
+            tensors.append(tensor)
+        return tuple(tensors)
 
     def release(self, storage: weakref.ref) -> None:
         _, array = self.live.pop(id(storage))
-        stream = torch.cuda.current_stream(self.index)
+        pointer, stream, _ = self.current()
         if not stream.query():
-            self.freed.append((stream, array))
+            self.freed.append((pointer, stream, array))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -672,24 +710,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-def _unaliased(
-    results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The results, copied where JAX returned an operand or returned one result twice.
-
-    Arrays are never written to, tensors are.
-    """
-    seen = {t.data_ptr() for t in operands}
-    unaliased = []
-    for tensor in results:
-        pointer = tensor.data_ptr()
-        if pointer and pointer in seen:
-            tensor = tensor.clone()
-        seen.add(pointer)
-        unaliased.append(tensor)
-    return tuple(unaliased)
 
 
 @functools.cache

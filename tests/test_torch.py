@@ -477,6 +477,46 @@ def test_D4_results_are_given_back():
     assert len(bridge.freed) <= 1
 
 
+@gpu
+@pytest.mark.gpu
+def test_D4_arrays_serve_later_tensors_at_an_address():
+    bridge = adapter._bridge(torch.device("cuda", 0))
+    assert isinstance(bridge, adapter._CudaBridge)
+    a = random((2, 64, 64), device="cuda:0").clamp(-0.9, 0.9)
+    b = torch.empty_like(a)
+    for seed in range(3):
+        b.copy_(random(b.shape, seed=seed))
+        made = len(bridge.views)
+        close(linear_scan(a, b), loop(a, b), 1e-4)
+        assert seed == 0 or len(bridge.views) == made
+    for array in bridge.views.values():  # as one may do with jax.live_arrays()
+        array.delete()
+    close(linear_scan(a, b), loop(a, b), 1e-4)
+    for n in range(600):
+        bridge.view(a.view(-1)[:n])
+    assert len(bridge.views) <= 256
+    close(linear_scan(a, b), loop(a, b), 1e-4)
+
+
+@gpu
+@pytest.mark.gpu
+def test_D4_operand_of_another_stream_is_not_reused_too_early():
+    side = torch.cuda.Stream()
+    a, b = (random((8, 2048, 256), device="cuda", seed=s).clamp(-0.9, 0.9) for s in (1, 2))
+    want = linear_scan(a, b)
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            x, y = a * 1, b * 1
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda._sleep(20_000_000)
+        got = linear_scan(x, y)
+        del x, y
+        with torch.cuda.stream(side):
+            kept = [torch.full_like(b, float("nan")) for _ in range(2)]
+        assert torch.equal(got, want)
+        del kept
+
+
 def test_options_that_equal_others_do_not_take_their_place():
     a, b = (random((2, 9, 3), seed=s) for s in (1, 2))
     for wrong in ({"axis": True}, {"axis": 1.0}, {"axis": torch.tensor(1.0)}, {"reverse": "no"}):
@@ -595,6 +635,18 @@ def test_threads(device):
     from concurrent.futures import ThreadPoolExecutor
 
     a, b = (random((2, 64, 8), device=device, seed=s).clamp(-0.9, 0.9) for s in (1, 2))
+    want = linear_scan(a, b)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: linear_scan(a, b), range(200)))
+    assert all(torch.equal(r, want) for r in results)
+
+
+def test_threads_with_copies(device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    a, b = (random((2, 8, 64), device=device, seed=s).clamp(-0.9, 0.9).mT for s in (1, 2))
     want = linear_scan(a, b)
     if device == "cuda":
         torch.cuda.synchronize()
