@@ -146,8 +146,9 @@ __global__ void __launch_bounds__(kWalkedThreads) walked_kernel(const __grid_con
     const int64_t place = begin + k * jump;
     if (p.y.data) write(static_cast<B*>(p.y.data) + place, ys, jump, count);
     if constexpr (kCotangent) {
-      if (uses_h && !p.da_over_time)
+      if (uses_h && !p.da_over_time) {
         write(static_cast<A*>(p.da_out.data) + place, das, jump, count);
+      }
     }
   }
 #pragma unroll
