@@ -83,7 +83,7 @@ Traffic sequential_traffic(const Problem& p) {
 
 // Kernels for operands of certain types, where there are any.
 struct Kernels {
-  using Piped = cudaError_t (*)(const Problem&, const Device&, void*, cudaStream_t);
+  using Piped = cudaError_t (*)(const Problem&, PipedA, const Device&, void*, cudaStream_t);
   cudaError_t (*sequential)(const Problem&, const SequentialPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
   Piped piped = nullptr;
@@ -355,6 +355,25 @@ bool in_reset_lines(const Problem& p) {
                            at.inner[0].stride == 0 && (p.time == 1 || at.time_stride == 1));
 }
 
+// How a comes to piped.cuh.
+PipedA piped_way_of_a(const Problem& p, StreamTypes types) {
+  const Broadcast& at = p.a.at;
+  if (p.a.dtype != types.a || at.outer_axes > 1 || at.inner_axes > 1) return PipedA::kNone;
+  const bool sums = p.op == Op::kCotangent && p.da_out.data && p.da_over_time;
+  if (at.time_stride == 0) return sums || !p.da_out.data ? PipedA::kFixed : PipedA::kNone;
+  if (sums) return PipedA::kNone;
+  if (contiguous(p, p.a, types.a)) return PipedA::kRows;
+  // The same for all outer indices.
+  const auto apart = [&](int64_t stride) { return outer_shares(p.a) || outer_apart(p, p.a, stride); };
+  if (!aligned(p.a.data)) return PipedA::kNone;
+  if (at.time_stride == p.inner && at.inner_axes == 1 && at.inner[0].stride == 1 &&
+      apart(p.time * p.inner)) {
+    return PipedA::kRows;
+  }
+  return at.time_stride == 1 && same_for_inner(p.a) && apart(p.time) ? PipedA::kRuns
+                                                                      : PipedA::kNone;
+}
+
 // The problem is one for piped.cuh, with `vector` channels to a thread.
 bool fits_piped(const Problem& p, StreamTypes types, int vector) {
   const bool cotangent = p.op == Op::kCotangent;
@@ -363,9 +382,10 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
     const auto bytes = static_cast<uintptr_t>(vector * byte_size(type));
     return !out.data || (out.dtype == type && reinterpret_cast<uintptr_t>(out.data) % bytes == 0);
   };
-  return p.op != Op::kTangent && !p.da_over_time && p.a.data && p.x.data &&
+  return p.op != Op::kTangent && !p.da_over_runs() && p.a.data && p.x.data &&
          p.inner >= kPipedLeastLanes * vector && p.inner % vector == 0 && is(p.y, y) &&
-         is(p.da_out, types.a) && contiguous(p, p.a, types.a) && contiguous(p, p.x, x) &&
+         (p.da_over_time || is(p.da_out, types.a)) &&
+         piped_way_of_a(p, types) != PipedA::kNone && contiguous(p, p.x, x) &&
          contiguous(p, p.h, types.h) && in_reset_lines(p) && (p.y.data || cotangent) &&
          (p.h.data || !p.da_out.data);
 }
@@ -482,7 +502,7 @@ cudaError_t run_lined(const Call& c) {
 cudaError_t run_piped(const Call& c) {
   const Kernels::Piped piped = piped_for(c.p, c.types);
   if (c.device.capability_major < 9 || !piped) return cudaErrorNotSupported;
-  return piped(c.p, c.device, c.workspace, c.stream);
+  return piped(c.p, piped_way_of_a(c.p, c.types), c.device, c.workspace, c.stream);
 }
 
 cudaError_t run_chained(const Call& c) {

@@ -158,9 +158,17 @@ inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
+// How a comes: in rows as x does, also where these are the same for all outer indices; without
+// time, once for each tile's channels; where it is the same for all inner indices, as runs of a
+// tile's times.
+enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns };
+
 // Steps of a thread, and stages: up to 192 KB of operands.
 struct PipedRing {
   int steps, stages;
+};
+struct PipedRings {
+  PipedRing scan, cotangent;
 };
 
 // The kernels of piped.cuh. Operands and results of those whose threads have two channels must be
@@ -172,18 +180,24 @@ struct PipedKernel {
   bool complex;
   int vector;  // neighbouring channels of a thread
   int line;    // bytes of b in a narrow tile's row
-  PipedRing scan, cotangent;
-  constexpr PipedRing ring(Op op) const { return op == Op::kCotangent ? cotangent : scan; }
+  PipedRings rows, fixed, runs;
+  constexpr PipedRing ring(Op op, PipedA way) const {
+    const PipedRings& rings = way == PipedA::kRows ? rows : way == PipedA::kFixed ? fixed : runs;
+    return op == Op::kCotangent ? rings.cotangent : rings.scan;
+  }
   constexpr int state_bytes() const { return b_bytes > 4 ? b_bytes : 4; }
 };
 // For float32 20 steps in 3 stages are as good backward at (4,16384,512), but 0.905 of the limit
 // instead of 0.93 at (1,1048576,64). For complex numbers rows of 128 bytes are 0.86 instead of 0.90
 // forward at (4,16384,512), since each segment's map takes so long.
 inline constexpr PipedKernel kPipedKernels[] = {
-    {4, 4, false, 1, 128, {32, 3}, {16, 4}}, {2, 2, false, 2, 128, {32, 3}, {20, 3}},
-    {2, 2, false, 1, 64, {32, 6}, {32, 4}},  {4, 2, false, 2, 128, {20, 3}, {16, 3}},
-    {4, 2, false, 1, 64, {32, 4}, {32, 3}},  {8, 8, false, 1, 128, {16, 3}, {10, 3}},
-    {8, 8, true, 1, 256, {16, 3}, {10, 3}}};
+    {4, 4, false, 1, 128, {{32, 3}, {16, 4}}, {{32, 5}, {24, 4}}, {{32, 5}, {20, 4}}},
+    {2, 2, false, 2, 128, {{32, 3}, {20, 3}}, {{32, 5}, {20, 4}}, {{32, 5}, {20, 4}}},
+    {2, 2, false, 1, 64, {{32, 6}, {32, 4}}, {{32, 6}, {32, 5}}, {{32, 6}, {32, 5}}},
+    {4, 2, false, 2, 128, {{20, 3}, {16, 3}}, {{32, 5}, {20, 4}}, {{32, 4}, {20, 4}}},
+    {4, 2, false, 1, 64, {{32, 4}, {32, 3}}, {{32, 6}, {32, 5}}, {{32, 6}, {32, 5}}},
+    {8, 8, false, 1, 128, {{16, 3}, {10, 3}}, {{16, 5}, {10, 4}}, {{16, 4}, {10, 4}}},
+    {8, 8, true, 1, 256, {{16, 3}, {10, 3}}, {{16, 5}, {10, 4}}, {{16, 4}, {10, 4}}}};
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
@@ -219,20 +233,23 @@ struct PipedTiling {
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
   bool looks_back;     // for a state, to the last tiles, unless there are resets
+  bool outer_shares_a;
   uint32_t chain_blocks;
   int32_t chain_team;
-  size_t bytes;  // the workspace: a counter of the tiles handed out, the tiles' places
+  // The workspace: a counter of the tiles handed out, the tiles' places, sums of da.
+  size_t sums_offset;
+  size_t bytes;  // all of it
 };
 
 // width 0: not a problem for this path.
-constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, int64_t time,
-                                   int64_t inner) {
+constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int64_t outer,
+                                   int64_t time, int64_t inner) {
   PipedTiling t{};
   if (op == Op::kTangent || inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) return t;
   const int64_t box = piped_box_width(op, k, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers) return t;
   t.boxes = box > 0;
-  const int64_t strips = divide_up(inner, width), steps = k.ring(op).steps;
+  const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
   const int64_t lanes = width / k.vector, segments = kPipedWalkers / lanes;
   const int64_t tiles = divide_up(time, segments * steps), groups = outer * strips;
   if (time > INT32_MAX / 2 || outer > INT32_MAX / 2 || outer * inner > INT32_MAX / 2 ||
@@ -249,7 +266,11 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, i
   t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
-  t.bytes = kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes();
+  t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());
+  const bool sums = op == Op::kCotangent && way == PipedA::kFixed;
+  t.bytes =
+      t.sums_offset +
+      (sums ? static_cast<size_t>(tiles) * outer * inner * static_cast<size_t>(k.state_bytes()) : 0);
   return t;
 }
 
@@ -751,7 +772,9 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
   size_t piped = 0;
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
-    piped = std::max(piped, piped_tiling(op, k, outer, time, inner).bytes);
+    for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      piped = std::max(piped, piped_tiling(op, k, way, outer, time, inner).bytes);
+    }
   }
   return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
 }
@@ -766,8 +789,11 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   size_t piped = 0;
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
-    const size_t shortest = divide_up(time, std::min(k.scan.steps, k.cotangent.steps));
-    piped = std::max(piped, shortest * bytes * 5 / 2);
+    for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      const int steps = std::min(k.ring(Op::kScan, way).steps, k.ring(Op::kCotangent, way).steps);
+      const size_t shortest = divide_up(time, steps);
+      piped = std::max(piped, shortest * bytes * (way == PipedA::kFixed ? 7 : 5) / 2);
+    }
   }
   return 1024 + std::max(tiles * 2 * (packets + bytes), piped);
 }
