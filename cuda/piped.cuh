@@ -154,9 +154,6 @@ struct Shared {
   static constexpr int kMaps = kPipedWalkers * T::kVector;  // [segment][column]
   using S = typename T::S;
   using A = typename T::A;
-  struct Sums {
-    S of[2][kMaps];  // by turns
-  };
 
   std::conditional_t<
       T::kWay == PipedA::kFixed, None,
@@ -167,7 +164,6 @@ struct Shared {
   Composed<S> before[T::kStages][kMaps];   // the map of the segments before this one
   Affine<typename T::R> bounds[2][kMaps];  // by turns
   S carry[2][kPipedWalkers];               // [column], by turns: the state that enters
-  std::conditional_t<T::kSums, Sums, None> sums;  // of da over a segment
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];
   uint32_t ticket[T::kStages];
@@ -760,16 +756,17 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     }
     if constexpr (T::kSums) {
       if (p.da_out.data) {
-        S* const sums = shared.sums.of[turn.twin];
+        // In place of the map that no other thread needs.
+        Composed<S>* const sums = shared.before[stage];
         if (mine.active) {
 #pragma unroll
-          for (int v = 0; v < V; ++v) sums[mine.segment * t.width + mine.column + v] = da_sum[v];
+          for (int v = 0; v < V; ++v) sums[mine.segment * t.width + mine.column + v].b = da_sum[v];
         }
         if (shares) meet<kRunners>();
         if (owner) {
-          S sum = sums[thread];
+          S sum = sums[thread].b;
 #pragma unroll 4
-          for (int k = 1; k < t.segments; ++k) sum = sum + sums[k * t.width + thread];
+          for (int k = 1; k < t.segments; ++k) sum = sum + sums[k * t.width + thread].b;
           sums_over_tiles[at.index * p.channels() + flat + thread] = sum;
         }
       }

@@ -167,7 +167,9 @@ enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns };
 struct PipedRing {
   int steps, stages;
 };
+// By how a comes; and the bytes of b in a narrow tile's row.
 struct PipedRings {
+  int line;
   PipedRing scan, cotangent;
 };
 
@@ -179,11 +181,12 @@ struct PipedKernel {
   int a_bytes, b_bytes;  // of an element; h has those of b
   bool complex;
   int vector;  // neighbouring channels of a thread
-  int line;    // bytes of b in a narrow tile's row
   PipedRings rows, fixed, runs;
+  constexpr const PipedRings& rings(PipedA way) const {
+    return way == PipedA::kRows ? rows : way == PipedA::kFixed ? fixed : runs;
+  }
   constexpr PipedRing ring(Op op, PipedA way) const {
-    const PipedRings& rings = way == PipedA::kRows ? rows : way == PipedA::kFixed ? fixed : runs;
-    return op == Op::kCotangent ? rings.cotangent : rings.scan;
+    return op == Op::kCotangent ? rings(way).cotangent : rings(way).scan;
   }
   constexpr int state_bytes() const { return b_bytes > 4 ? b_bytes : 4; }
 };
@@ -191,13 +194,13 @@ struct PipedKernel {
 // instead of 0.93 at (1,1048576,64). For complex numbers rows of 128 bytes are 0.86 instead of 0.90
 // forward at (4,16384,512), since each segment's map takes so long.
 inline constexpr PipedKernel kPipedKernels[] = {
-    {4, 4, false, 1, 128, {{32, 3}, {16, 4}}, {{32, 5}, {24, 4}}, {{32, 5}, {20, 4}}},
-    {2, 2, false, 2, 128, {{32, 3}, {20, 3}}, {{32, 5}, {20, 4}}, {{32, 5}, {20, 4}}},
-    {2, 2, false, 1, 64, {{32, 6}, {32, 4}}, {{32, 6}, {32, 5}}, {{32, 6}, {32, 5}}},
-    {4, 2, false, 2, 128, {{20, 3}, {16, 3}}, {{32, 5}, {20, 4}}, {{32, 4}, {20, 4}}},
-    {4, 2, false, 1, 64, {{32, 4}, {32, 3}}, {{32, 6}, {32, 5}}, {{32, 6}, {32, 5}}},
-    {8, 8, false, 1, 128, {{16, 3}, {10, 3}}, {{16, 5}, {10, 4}}, {{16, 4}, {10, 4}}},
-    {8, 8, true, 1, 256, {{16, 3}, {10, 3}}, {{16, 5}, {10, 4}}, {{16, 4}, {10, 4}}}};
+    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}},
+    {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
+    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
+    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}},
+    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}}};
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
@@ -214,8 +217,8 @@ constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int v
 // and 0.807 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as
 // one run forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of
 // 0.924).
-constexpr int64_t piped_box_width(Op op, const PipedKernel& k, int64_t inner) {
-  const int64_t piece = 16 / k.b_bytes, narrow = k.line / k.b_bytes, wide = 2 * narrow;
+constexpr int64_t piped_box_width(Op op, const PipedKernel& k, PipedA way, int64_t inner) {
+  const int64_t piece = 16 / k.b_bytes, narrow = k.rings(way).line / k.b_bytes, wide = 2 * narrow;
   if (inner % piece != 0 || inner <= (op == Op::kCotangent ? narrow : wide)) return 0;
   const int64_t all = divide_up(inner, narrow) * narrow;
   // Not where a tile of few channels is left over.
@@ -246,7 +249,7 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
                                    int64_t time, int64_t inner) {
   PipedTiling t{};
   if (op == Op::kTangent || inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) return t;
-  const int64_t box = piped_box_width(op, k, inner), width = box > 0 ? box : inner;
+  const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers) return t;
   t.boxes = box > 0;
   const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
