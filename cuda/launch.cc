@@ -364,14 +364,16 @@ PipedA piped_way_of_a(const Problem& p, StreamTypes types) {
   if (sums) return PipedA::kNone;
   if (contiguous(p, p.a, types.a)) return PipedA::kRows;
   // The same for all outer indices.
-  const auto apart = [&](int64_t stride) { return outer_shares(p.a) || outer_apart(p, p.a, stride); };
+  const auto apart = [&](int64_t stride) {
+    return outer_shares(p.a) || outer_apart(p, p.a, stride);
+  };
   if (!aligned(p.a.data)) return PipedA::kNone;
   if (at.time_stride == p.inner && at.inner_axes == 1 && at.inner[0].stride == 1 &&
       apart(p.time * p.inner)) {
     return PipedA::kRows;
   }
   return at.time_stride == 1 && same_for_inner(p.a) && apart(p.time) ? PipedA::kRuns
-                                                                      : PipedA::kNone;
+                                                                     : PipedA::kNone;
 }
 
 // The problem is one for piped.cuh, with `vector` channels to a thread.
@@ -385,9 +387,9 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
   return p.op != Op::kTangent && !p.da_over_runs() && p.a.data && p.x.data &&
          p.inner >= kPipedLeastLanes * vector && p.inner % vector == 0 && is(p.y, y) &&
          (p.da_over_time || is(p.da_out, types.a)) &&
-         piped_way_of_a(p, types) != PipedA::kNone && contiguous(p, p.x, x) &&
-         contiguous(p, p.h, types.h) && in_reset_lines(p) && (p.y.data || cotangent) &&
-         (p.h.data || !p.da_out.data);
+         piped_takes(piped_way_of_a(p, types), byte_size(types.b), vector) &&
+         contiguous(p, p.x, x) && contiguous(p, p.h, types.h) && in_reset_lines(p) &&
+         (p.y.data || cotangent) && (p.h.data || !p.da_out.data);
 }
 
 // The kernel of piped.cuh that the problem fits, if there is one.

@@ -139,6 +139,26 @@ struct Held {
 template <class T>
 inline constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
 
+// The one thread that takes tiles leaves this for all others.
+struct Tile {
+  int64_t low;  // its lowest time
+  uint32_t index, o;
+  int i, columns, rows;  // no rows: there is no such tile
+  Tile() = default;
+  __device__ Tile(const Problem& p, const PipedTiling& t, uint32_t ticket) {
+    index = ticket / t.groups;
+    const uint32_t group = ticket - index * t.groups;
+    o = group / t.strips;
+    i = static_cast<int>(group - o * t.strips) * t.width;
+    columns = min(t.width, static_cast<int>(p.inner) - i);
+    const int64_t s0 = int64_t{index} * t.tile_steps;
+    rows = static_cast<int>(min(int64_t{t.tile_steps}, p.time - s0));
+    low = p.descending() ? p.time - s0 - rows : s0;
+  }
+  // Of its first element in memory, if its rows are one run.
+  __device__ int64_t begin(const Problem& p) const { return (o * p.time + low) * p.inner; }
+};
+
 template <class T>
 struct Shared {
   static constexpr int kElements = kPipedWalkers * T::kVector * T::kSteps;
@@ -150,14 +170,14 @@ struct Shared {
   };
   struct None {};
   static constexpr int kSegments = kPipedWalkers / kPipedLeastLanes;
-  static constexpr int kTimes = kSegments * T::kSteps;  // of the longest tile
+  static constexpr int kTimes = kSegments * T::kSteps;      // of the longest tile
   static constexpr int kMaps = kPipedWalkers * T::kVector;  // [segment][column]
   using S = typename T::S;
   using A = typename T::A;
 
-  std::conditional_t<
-      T::kWay == PipedA::kFixed, None,
-      std::conditional_t<T::kWay == PipedA::kRuns, Slots<A, kTimes>, Slots<A>>> a[T::kStages];
+  std::conditional_t<T::kWay == PipedA::kFixed, None,
+                     std::conditional_t<T::kWay == PipedA::kRuns, Slots<A, kTimes>, Slots<A>>>
+      a[T::kStages];
   Slots<typename T::X> x[T::kStages];
   std::conditional_t<T::kCotangent, Slots<typename T::H>, None> h[T::kStages];
   alignas(16) uint8_t resets[T::kStages][kTimes + 2 * 16];
@@ -166,7 +186,7 @@ struct Shared {
   S carry[2][kPipedWalkers];               // [column], by turns: the state that enters
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];
-  uint32_t ticket[T::kStages];
+  Tile tile[T::kStages];
   Barrier full[T::kStages], mapped[T::kStages], empty[T::kStages];
 };
 
@@ -182,24 +202,6 @@ struct Turn {
       parity ^= 1;
     }
   }
-};
-
-struct Tile {
-  uint32_t index, o;
-  int i, columns, rows;
-  int64_t low;  // its lowest time
-  __device__ Tile(const Problem& p, const PipedTiling& t, uint32_t ticket) {
-    index = ticket / t.groups;
-    const uint32_t group = ticket - index * t.groups;
-    o = group / t.strips;
-    i = static_cast<int>(group - o * t.strips) * t.width;
-    columns = min(t.width, static_cast<int>(p.inner) - i);
-    const int64_t s0 = int64_t{index} * t.tile_steps;
-    rows = static_cast<int>(min(int64_t{t.tile_steps}, p.time - s0));
-    low = p.descending() ? p.time - s0 - rows : s0;
-  }
-  // Of its first element in memory, if its rows are one run.
-  __device__ int64_t begin(const Problem& p) const { return (o * p.time + low) * p.inner; }
 };
 
 // Of what is copied of a, the outer index, the tile's first element and how many there are in all.
@@ -288,9 +290,9 @@ struct Share {
     const int last_row = (t.boxes ? t.tile_steps : at.rows) - 1;
     first = (descending ? last_row - s0 : s0) * pitch + column / V;
     jump = descending ? -pitch : pitch;
-    const int64_t begin = at.begin(p);
+    const int64_t begin = t.boxes ? 0 : at.begin(p);
     if constexpr (T::kWay == PipedA::kRows) {
-      a = slots_of(shared.a[stage].of, t, OfA<T>(p, t, at).begin);
+      a = slots_of(shared.a[stage].of, t, t.boxes ? 0 : OfA<T>(p, t, at).begin);
     } else if constexpr (T::kWay == PipedA::kRuns) {
       a = reinterpret_cast<Common<A>*>(shared.a[stage].of) + Run<A>::shift(OfA<T>(p, t, at).begin) +
           (descending ? at.rows - 1 - s0 : s0);
@@ -336,13 +338,14 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
     const int stage = turn.stage;
     shared.empty[stage].wait(turn.parity ^ 1);           // which a new barrier does not wait for
     const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
-    shared.ticket[stage] = ticket;
     Barrier& arrival = shared.full[stage];
     if (ticket >= t.tiles * t.groups) {
+      shared.tile[stage].rows = 0;
       arrival.arrive();
       return;
     }
     const Tile at(p, t, ticket);
+    shared.tile[stage] = at;
     const Resets resets(p, at.o);
     const int64_t first_reset = resets.begin + at.low;
     const Run<uint8_t> reset(first_reset, first_reset + at.rows, resets.all);
@@ -480,22 +483,31 @@ __device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
   }
 }
 
-// What `count` steps with the factor `a` multiply by, in all, from their number's bits.
+// What `count` steps with the factor `a` multiply by, in all; a power of squares.
 template <class S>
-__device__ __forceinline__ Composed<S> power(S a, int count) {
-  Composed<S> all, square{a};
-  const auto both = [](const Composed<S>& second, const Composed<S>& first) {
-    const Product<S> p = product(second.a, first.a);
-    return Composed<S>{
-        p.rounded, mul_add(second.a, first.lost, mul_add(second.lost, first.a, p.lost)), S(0)};
-  };
-#pragma unroll 1
-  while (true) {
-    if (count & 1) all = both(square, all);
-    count >>= 1;
-    if (count == 0) return all;
-    square = both(square, square);
+__device__ __forceinline__ Composed<S> both_factors(const Composed<S>& second,
+                                                    const Composed<S>& first) {
+  const Product<S> p = product(second.a, first.a);
+  return {p.rounded, mul_add(second.a, first.lost, mul_add(second.lost, first.a, p.lost)), S(0)};
+}
+template <int kCount, class S>
+__device__ __forceinline__ Composed<S> power(S a) {
+  if constexpr (kCount == 1) {
+    return {a};
+  } else if constexpr (kCount % 2 == 1) {
+    return both_factors({a}, power<kCount - 1>(a));
+  } else {
+    const Composed<S> half = power<kCount / 2>(a);
+    return both_factors(half, half);
   }
+}
+template <int kMost, class S>
+__device__ __forceinline__ Composed<S> power(S a, int count) {
+  if (count == kMost) return power<kMost>(a);
+  Composed<S> all;
+#pragma unroll 1
+  for (int k = 0; k < count; ++k) all = both_factors({a}, all);
+  return all;
 }
 
 // Eight warps: the maps of all tiles.
@@ -509,9 +521,8 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.full[stage].wait(turn.parity);
-    const uint32_t ticket = shared.ticket[stage];
-    if (ticket < t.tiles * t.groups) {
-      const Tile at(p, t, ticket);
+    const Tile at = shared.tile[stage];
+    if (at.rows > 0) {
       const Share<T> mine(shared, p, t, at, stage);
       complete(p, t, at, mine);
       const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
@@ -545,7 +556,7 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
         for (int v = 0; v < V; ++v) {
           // Powers lie between the first and the last one, but for twice that in complex numbers,
           // whose magnitude is that of a component.
-          const Composed<S> all = power(mine.a_at(0).template at<S>(v), mine.count);
+          const Composed<S> all = power<T::kSteps>(mine.a_at(0).template at<S>(v), mine.count);
           map[v].a = cuts != 0 ? S(0) : all.a;
           map[v].lost = cuts != 0 ? S(0) : all.lost;
           const R largest = R(std::is_same_v<S, R> ? 1 : 2) * magnitude(all.a);
@@ -590,7 +601,7 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.mapped[stage].arrive();
-    if (ticket >= t.tiles * t.groups) return;
+    if (at.rows == 0) return;
   }
 }
 
@@ -628,9 +639,8 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.mapped[stage].wait(turn.parity);
-    const uint32_t ticket = shared.ticket[stage];
-    if (ticket >= t.tiles * t.groups) return;
-    const Tile at(p, t, ticket);
+    const Tile at = shared.tile[stage];
+    if (at.rows == 0) return;
     const Share<T> mine(shared, p, t, at, stage);
     const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
     const bool owner = thread < at.columns;
@@ -899,18 +909,19 @@ cudaError_t launch_way(const Problem& problem, const Device& device, void* works
 template <class A, class B, class H, int kVector>
 cudaError_t launch_piped(const Problem& problem, PipedA way, const Device& device, void* workspace,
                          cudaStream_t stream) {
-  switch (way) {
-    case PipedA::kRows:
-      return piped::launch_way<A, B, H, kVector, PipedA::kRows>(problem, device, workspace, stream);
-    case PipedA::kFixed:
-      return piped::launch_way<A, B, H, kVector, PipedA::kFixed>(problem, device, workspace,
-                                                                 stream);
-    case PipedA::kRuns:
-      return piped::launch_way<A, B, H, kVector, PipedA::kRuns>(problem, device, workspace, stream);
-    case PipedA::kNone:
-      break;
-  }
-  return cudaErrorNotSupported;
+  cudaError_t queued = cudaErrorNotSupported;
+  const auto launch = [&](auto tag) {
+    constexpr PipedA kWay = decltype(tag)::value;
+    if constexpr (piped_takes(kWay, sizeof(B), kVector)) {
+      if (way == kWay) {
+        queued = piped::launch_way<A, B, H, kVector, kWay>(problem, device, workspace, stream);
+      }
+    }
+  };
+  launch(std::integral_constant<PipedA, PipedA::kRows>{});
+  launch(std::integral_constant<PipedA, PipedA::kFixed>{});
+  launch(std::integral_constant<PipedA, PipedA::kRuns>{});
+  return queued;
 }
 
 }  // namespace jax_scan

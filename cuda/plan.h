@@ -163,6 +163,11 @@ inline constexpr int kPipedPlacesOffset = 256;
 // tile's times.
 enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns };
 
+// There are kernels for it. Channels of 16 bits that cannot go in pairs are few.
+constexpr bool piped_takes(PipedA way, int b_bytes, int vector) {
+  return way == PipedA::kRows || (way != PipedA::kNone && (b_bytes > 2 || vector > 1));
+}
+
 // Steps of a thread, and stages: up to 192 KB of operands.
 struct PipedRing {
   int steps, stages;
@@ -200,7 +205,7 @@ inline constexpr PipedKernel kPipedKernels[] = {
     {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
     {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
     {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}},
-    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}}};
+    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}}}};
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
@@ -271,9 +276,9 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
   t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());
   const bool sums = op == Op::kCotangent && way == PipedA::kFixed;
-  t.bytes =
-      t.sums_offset +
-      (sums ? static_cast<size_t>(tiles) * outer * inner * static_cast<size_t>(k.state_bytes()) : 0);
+  t.bytes = t.sums_offset + (sums ? static_cast<size_t>(tiles) * outer * inner *
+                                        static_cast<size_t>(k.state_bytes())
+                                  : 0);
   return t;
 }
 

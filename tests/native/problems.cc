@@ -176,8 +176,8 @@ bool draw_tiles(Case& c, const Limits& limits, bool& shared) {
 // And da summed over time, if a is the same for all of it.
 void share_tiles(Case& c) {
   Random random(c.seed ^ 0x9fb21c651e98df25u);
-  constexpr uint32_t kOfA[] = {kOuter, kInner, kInner | kOuter, kTime, kTime | kOuter,
-                               kTime | kInner};
+  constexpr uint32_t kOfA[] = {kOuter, kInner,         kInner | kOuter,
+                               kTime,  kTime | kOuter, kTime | kInner};
   c.arrays[kA].broadcast = kOfA[random.pick(0, 5)];
   Array& da = c.arrays[kDaOut];
   if (!da.present) return;
