@@ -442,8 +442,11 @@ cudaError_t run_boxed(const Call& c) {
   plan.outer_shares_a = outer_shares(p.a);
   // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
   // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
-  // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92.
-  const bool few = 2 * plan.blocks <= device.multiprocessors && !c.by_name;
+  // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92; complex64 with a of (D,) 0.46
+  // 0.52 and 0.92 0.88, with (B,L,1) forward 0.40 and 0.84. But what a box's turns take is little
+  // where time is short: 4.6 5.6 us and 7.4 10.8 at (64,128,32) in complex64, with a of (D,).
+  const bool few =
+      2 * plan.blocks <= device.multiprocessors && p.time > kShortBoxedTime && !c.by_name;
   if (few && byte_size(c.types.b) == 8 && piped_for(p, c.types)) return cudaErrorNotSupported;
   return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }

@@ -254,11 +254,20 @@ struct Resets {
   }
 };
 
+// A thread's place among those of a tile, whichever that is.
+struct Seat {
+  int segment, column;
+  __device__ Seat(const PipedTiling& t, int vector) {
+    const int thread = threadIdx.x % kPipedWalkers;
+    segment = thread / t.lanes;
+    column = (thread - segment * t.lanes) * vector;
+  }
+};
+
 // A thread's share of a tile: `count` steps of its channels, from the tile's step s0 on.
 template <class T>
-struct Share {
+struct Share : Seat {
   static constexpr int V = T::kVector;
-  int segment, column;
   int s0, count, first, jump;  // `first`, `jump`: in an operand's slots, in rows of V
   bool active;                 // it has channels
   bool followed;               // by another tile
@@ -272,11 +281,9 @@ struct Share {
   Channels<typename T::H, V>* h;
 
   __device__ Share(Shared<T>& shared, const Problem& p, const PipedTiling& t, const Tile& at,
-                   int stage) {
-    const int thread = threadIdx.x % kPipedWalkers;
+                   const Seat& seat, int stage)
+      : Seat(seat) {
     const bool descending = p.descending();
-    segment = thread / t.lanes;
-    column = (thread - segment * t.lanes) * V;
     active = segment < t.segments && column < at.columns;
     followed = at.index + 1 < t.tiles;
     s0 = segment * T::kSteps;
@@ -518,12 +525,13 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   using R = typename T::R;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
+  const Seat seat(t, V);
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.full[stage].wait(turn.parity);
     const Tile at = shared.tile[stage];
     if (at.rows > 0) {
-      const Share<T> mine(shared, p, t, at, stage);
+      const Share<T> mine(shared, p, t, at, seat, stage);
       complete(p, t, at, mine);
       const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
       Composed<S> map[V];
@@ -635,13 +643,14 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
   using Y = typename T::Y;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
+  const Seat seat(t, V);
   const bool uses_h = T::kCotangent && p.h.data;
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.mapped[stage].wait(turn.parity);
     const Tile at = shared.tile[stage];
     if (at.rows == 0) return;
-    const Share<T> mine(shared, p, t, at, stage);
+    const Share<T> mine(shared, p, t, at, seat, stage);
     const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
     const bool owner = thread < at.columns;
     const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i;  // the first channel

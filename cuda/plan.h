@@ -198,6 +198,12 @@ struct PipedKernel {
 // For float32 20 steps in 3 stages are as good backward at (4,16384,512), but 0.905 of the limit
 // instead of 0.93 at (1,1048576,64). For complex numbers rows of 128 bytes are 0.86 instead of 0.90
 // forward at (4,16384,512), since each segment's map takes so long.
+//
+// Of a that is the same for all times, or inner indices, a stage holds next to nothing, and is
+// longer. With a of (D,), forward and backward at (4,16384,512):
+//   fp32       {32, 3} 0.819 0.87   {32, 4} 0.844   {24, 4} 0.825 backward   {24, 6} 0.76
+//   complex64  {32, 3} 0.91   {20, 4} 0.88   {16, 5} 0.83   backward {16, 3} 0.88   {14, 3} 0.84
+//   bf16       {32, 4} 0.70   {32, 3} 0.69   backward {32, 3} 0.75   {24, 3} 0.66
 inline constexpr PipedKernel kPipedKernels[] = {
     {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}},
     {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
@@ -221,10 +227,12 @@ constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int v
 // the limit instead of 0.821 0.875 at (1,65536,256), forward and backward on an H200 in float32,
 // and 0.807 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as
 // one run forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of
-// 0.924).
+// 0.924), nor forward where a is shared (0.805 and 0.67 instead of 0.854 and 0.886 there, with a of
+// (D,) and (B,L,1)).
 constexpr int64_t piped_box_width(Op op, const PipedKernel& k, PipedA way, int64_t inner) {
   const int64_t piece = 16 / k.b_bytes, narrow = k.rings(way).line / k.b_bytes, wide = 2 * narrow;
-  if (inner % piece != 0 || inner <= (op == Op::kCotangent ? narrow : wide)) return 0;
+  if (inner % piece != 0 || inner <= (op == Op::kScan && way == PipedA::kRows ? wide : narrow))
+    return 0;
   const int64_t all = divide_up(inner, narrow) * narrow;
   // Not where a tile of few channels is left over.
   if (8 * (all - inner) <= inner) return narrow;
@@ -456,6 +464,8 @@ inline constexpr int kWidestBox = 256;  // channels; the hardware has no wider o
 inline constexpr int kBoxTeams = 5;
 inline constexpr int kMostBoxWarps = 12;  // of all teams; each takes one of a block's 16 barriers
 inline constexpr int kRunPlace = 128;     // bytes of a slot for a run of a
+// At 17 ns a step few channels in boxes take less than the 8 and 11 us of a call of piped.cuh.
+inline constexpr int64_t kShortBoxedTime = 512;
 
 // Channels of a thread, by the bytes of b.
 JAX_SCAN_HD constexpr int channels_of_lane(int bytes) { return bytes == 2 ? 2 : 1; }
@@ -490,7 +500,8 @@ inline constexpr int kBoxedBytesAhead = 48 * 1024;
 //   6.0  bf16 (32,4096,256), forward        with resets 0.82 0.86
 //   7.9  bf16 (8,2048,2048), forward        (D,) 0.89 0.82   (B,L,1) 0.88 0.71
 // clang-format on
-// In complex64 few channels have no other path that is fast: (4,16384,512), at 3.0 KB, 0.61 0.19.
+// In complex64 few channels have no other path that is fast, unless they fit piped.cuh:
+// (4,16384,512), at 3.0 KB, 0.61 0.19.
 constexpr int64_t least_box_bytes(StreamTypes t, bool plain, bool few) {
   if (t.b == DType::kC64 && few) return 0;
   return (plain || byte_size(t.b) > 2 ? 9 : 14) * int64_t{512};
