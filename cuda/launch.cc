@@ -83,7 +83,7 @@ Traffic sequential_traffic(const Problem& p) {
 
 // Kernels for operands of certain types, where there are any.
 struct Kernels {
-  using Piped = cudaError_t (*)(const Problem&, const Device&, void*, cudaStream_t);
+  using Piped = cudaError_t (*)(const Problem&, PipedA, const Device&, void*, cudaStream_t);
   cudaError_t (*sequential)(const Problem&, const SequentialPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
   Piped piped = nullptr;
@@ -364,6 +364,27 @@ bool in_reset_lines(const Problem& p) {
                            at.inner[0].stride == 0 && (p.time == 1 || at.time_stride == 1));
 }
 
+// How a comes to piped.cuh.
+PipedA piped_way_of_a(const Problem& p, StreamTypes types) {
+  const Broadcast& at = p.a.at;
+  if (p.a.dtype != types.a || at.outer_axes > 1 || at.inner_axes > 1) return PipedA::kNone;
+  const bool sums = p.op == Op::kCotangent && p.da_out.data && p.da_over_time;
+  if (at.time_stride == 0) return sums || !p.da_out.data ? PipedA::kFixed : PipedA::kNone;
+  if (sums) return PipedA::kNone;
+  if (contiguous(p, p.a, types.a)) return PipedA::kRows;
+  // The same for all outer indices.
+  const auto apart = [&](int64_t stride) {
+    return outer_shares(p.a) || outer_apart(p, p.a, stride);
+  };
+  if (!aligned(p.a.data)) return PipedA::kNone;
+  if (at.time_stride == p.inner && at.inner_axes == 1 && at.inner[0].stride == 1 &&
+      apart(p.time * p.inner)) {
+    return PipedA::kRows;
+  }
+  return at.time_stride == 1 && same_for_inner(p.a) && apart(p.time) ? PipedA::kRuns
+                                                                     : PipedA::kNone;
+}
+
 // The problem is one for piped.cuh, with `vector` channels to a thread.
 bool fits_piped(const Problem& p, StreamTypes types, int vector) {
   const bool cotangent = p.op == Op::kCotangent;
@@ -372,11 +393,12 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
     const auto bytes = static_cast<uintptr_t>(vector * byte_size(type));
     return !out.data || (out.dtype == type && reinterpret_cast<uintptr_t>(out.data) % bytes == 0);
   };
-  return p.op != Op::kTangent && !p.da_over_time && p.a.data && p.x.data &&
+  return p.op != Op::kTangent && !p.da_over_runs() && p.a.data && p.x.data &&
          p.inner >= kPipedLeastLanes * vector && p.inner % vector == 0 && is(p.y, y) &&
-         is(p.da_out, types.a) && contiguous(p, p.a, types.a) && contiguous(p, p.x, x) &&
-         contiguous(p, p.h, types.h) && in_reset_lines(p) && (p.y.data || cotangent) &&
-         (p.h.data || !p.da_out.data);
+         (p.da_over_time || is(p.da_out, types.a)) &&
+         piped_takes(piped_way_of_a(p, types), byte_size(types.b), vector) &&
+         contiguous(p, p.x, x) && contiguous(p, p.h, types.h) && in_reset_lines(p) &&
+         (p.y.data || cotangent) && (p.h.data || !p.da_out.data);
 }
 
 // The kernel of piped.cuh that the problem fits, if there is one.
@@ -471,8 +493,11 @@ cudaError_t run_boxed(const Call& c) {
   if (too_short && is_short(c)) return cudaErrorNotSupported;
   // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
   // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
-  // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92.
-  const bool few = 2 * plan.blocks <= device.multiprocessors && !c.by_name;
+  // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92; complex64 with a of (D,) 0.46
+  // 0.52 and 0.92 0.88, with (B,L,1) forward 0.40 and 0.84. But what a box's turns take is little
+  // where time is short: 4.6 5.6 us and 7.4 10.8 at (64,128,32) in complex64, with a of (D,).
+  const bool few =
+      2 * plan.blocks <= device.multiprocessors && p.time > kShortBoxedTime && !c.by_name;
   if (few && byte_size(c.types.b) == 8 && piped_for(p, c.types)) return cudaErrorNotSupported;
   return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
@@ -558,7 +583,7 @@ cudaError_t run_lined(const Call& c) {
 cudaError_t run_piped(const Call& c) {
   const Kernels::Piped piped = piped_for(c.p, c.types);
   if (c.device.capability_major < 9 || !piped) return cudaErrorNotSupported;
-  return piped(c.p, c.device, c.workspace, c.stream);
+  return piped(c.p, piped_way_of_a(c.p, c.types), c.device, c.workspace, c.stream);
 }
 
 cudaError_t run_chained(const Call& c) {

@@ -90,9 +90,10 @@ cudaError_t launch_chained(const Problem& problem, const Device& device, void* w
 template <class A, class B, class H, class Layout, int kSteps>
 cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
 
-// Scan and cotangent of operands that lie in full and contiguous; a thread holds kVector channels.
+// Scan and cotangent of operands that lie in full and contiguous, but for a; a thread holds kVector
+// channels.
 template <class A, class B, class H, int kVector>
-cudaError_t launch_piped(const Problem& problem, const Device& device, void* workspace,
+cudaError_t launch_piped(const Problem& problem, PipedA way, const Device& device, void* workspace,
                          cudaStream_t stream);
 
 template <class S>

@@ -19,6 +19,12 @@
 // and send the state that comes out. All blocks have tiles in order, so that the first tile without
 // its state is one that some block runs next.
 //
+// `a` comes as x does, from an array in full or one that is the same for all outer indices. Without
+// time it is not copied: a thread has its channel's factor in a register, and their product over
+// its steps from few multiplications, unless there is a cut. Its gradient is then summed: by each
+// thread over its steps, over segments in order, and over tiles by a second kernel. Where `a` is
+// the same for all inner indices, its run of a tile's times is copied.
+//
 // Resets that are the same for all inner indices come with a tile, a byte for each of its times.
 // Threads of one segment share its cuts, a bit for each step. Where no lane of a warp has any
 // within a few steps, these run without.
@@ -27,6 +33,7 @@
 #include "cuda/chain.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "cuda/sum_over_tiles.cuh"
 #include "cuda/tma.cuh"
 
 namespace jax_scan {
@@ -60,9 +67,9 @@ __device__ __forceinline__ bool meet_or(bool mine) {
   return any != 0;
 }
 
-// The types of a, x, h, y and da_out, and a thread's share of a tile: kSteps steps of kVector
-// neighbouring channels.
-template <Op kOp_, class A_, class B, class H_, int kVector_>
+// The types of a, x, h, y and da_out, how a comes, and a thread's share of a tile: kSteps steps of
+// kVector neighbouring channels.
+template <Op kOp_, class A_, class B, class H_, int kVector_, PipedA kWay_>
 struct Types {
   static constexpr Op kOp = kOp_;
   static constexpr bool kCotangent = kOp == Op::kCotangent;
@@ -74,10 +81,12 @@ struct Types {
   using R = Real<S>;
   static_assert(sizeof(B) == sizeof(H));
   static constexpr int kVector = kVector_;
+  static constexpr PipedA kWay = kWay_;
+  static constexpr bool kSums = kWay == PipedA::kFixed && kCotangent;  // da over time
   static constexpr PipedKernel kKernel =
       piped_kernel(sizeof(A), sizeof(B), !std::is_same_v<S, R>, kVector);
-  static constexpr int kSteps = kKernel.ring(kOp).steps;
-  static constexpr int kStages = kKernel.ring(kOp).stages;
+  static constexpr int kSteps = kKernel.ring(kOp, kWay).steps;
+  static constexpr int kStages = kKernel.ring(kOp, kWay).stages;
   // Steps whose operands are in registers at a time.
   static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kSteps / 2;
   static_assert(kSteps % kChunk == 0 && kSteps <= 32);
@@ -107,34 +116,77 @@ struct Channels<E, 2> {
   }
 };
 
+// What all of a thread's channels share.
+template <class E>
+struct Common {
+  E value;
+  template <class S>
+  __device__ __forceinline__ S at(int) const {
+    return load_as<S>(value);
+  }
+};
+// What a thread holds for all of its steps.
+template <class E, int V>
+struct Held {
+  E value[V];
+  template <class S>
+  __device__ __forceinline__ S at(int v) const {
+    return load_as<S>(value[v]);
+  }
+};
+
 // Elements of T in 16 bytes, the unit of bulk copies.
 template <class T>
 inline constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+
+// The one thread that takes tiles leaves this for all others.
+struct Tile {
+  int64_t low;  // its lowest time
+  uint32_t index, o;
+  int i, columns, rows;  // no rows: there is no such tile
+  Tile() = default;
+  __device__ Tile(const Problem& p, const PipedTiling& t, uint32_t ticket) {
+    index = ticket / t.groups;
+    const uint32_t group = ticket - index * t.groups;
+    o = group / t.strips;
+    i = static_cast<int>(group - o * t.strips) * t.width;
+    columns = min(t.width, static_cast<int>(p.inner) - i);
+    const int64_t s0 = int64_t{index} * t.tile_steps;
+    rows = static_cast<int>(min(int64_t{t.tile_steps}, p.time - s0));
+    low = p.descending() ? p.time - s0 - rows : s0;
+  }
+  // Of its first element in memory, if its rows are one run.
+  __device__ int64_t begin(const Problem& p) const { return (o * p.time + low) * p.inner; }
+};
 
 template <class T>
 struct Shared {
   static constexpr int kElements = kPipedWalkers * T::kVector * T::kSteps;
   // Room for what lies before a run in its first 16 bytes, and behind it in its last; and to begin
   // where boxes may.
-  template <class E>
+  template <class E, int kCount = kElements>
   struct alignas(128) Slots {
-    E of[kElements + 2 * kPiece<E>];
+    E of[kCount + 2 * kPiece<E>];
   };
   struct None {};
   static constexpr int kSegments = kPipedWalkers / kPipedLeastLanes;
+  static constexpr int kTimes = kSegments * T::kSteps;      // of the longest tile
   static constexpr int kMaps = kPipedWalkers * T::kVector;  // [segment][column]
   using S = typename T::S;
+  using A = typename T::A;
 
-  Slots<typename T::A> a[T::kStages];
+  std::conditional_t<T::kWay == PipedA::kFixed, None,
+                     std::conditional_t<T::kWay == PipedA::kRuns, Slots<A, kTimes>, Slots<A>>>
+      a[T::kStages];
   Slots<typename T::X> x[T::kStages];
   std::conditional_t<T::kCotangent, Slots<typename T::H>, None> h[T::kStages];
-  alignas(16) uint8_t resets[T::kStages][kSegments * T::kSteps + 2 * 16];
+  alignas(16) uint8_t resets[T::kStages][kTimes + 2 * 16];
   Composed<S> before[T::kStages][kMaps];   // the map of the segments before this one
   Affine<typename T::R> bounds[2][kMaps];  // by turns
   S carry[2][kPipedWalkers];               // [column], by turns: the state that enters
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];
-  uint32_t ticket[T::kStages];
+  Tile tile[T::kStages];
   Barrier full[T::kStages], mapped[T::kStages], empty[T::kStages];
 };
 
@@ -152,22 +204,17 @@ struct Turn {
   }
 };
 
-struct Tile {
-  uint32_t index, o;
-  int i, columns, rows;
-  int64_t low;  // its lowest time
-  __device__ Tile(const Problem& p, const PipedTiling& t, uint32_t ticket) {
-    index = ticket / t.groups;
-    const uint32_t group = ticket - index * t.groups;
-    o = group / t.strips;
-    i = static_cast<int>(group - o * t.strips) * t.width;
-    columns = min(t.width, static_cast<int>(p.inner) - i);
-    const int64_t s0 = int64_t{index} * t.tile_steps;
-    rows = static_cast<int>(min(int64_t{t.tile_steps}, p.time - s0));
-    low = p.descending() ? p.time - s0 - rows : s0;
+// Of what is copied of a, the outer index, the tile's first element and how many there are in all.
+template <class T>
+struct OfA {
+  uint32_t o;
+  int64_t begin, all;
+  __device__ OfA(const Problem& p, const PipedTiling& t, const Tile& at)
+      : o(t.outer_shares_a ? 0 : at.o) {
+    const int64_t row = T::kWay == PipedA::kRuns ? 1 : p.inner;
+    begin = (o * p.time + at.low) * row;
+    all = (t.outer_shares_a ? 1 : p.outer) * p.time * row;
   }
-  // Of its first element in memory, if its rows are one run.
-  __device__ int64_t begin(const Problem& p) const { return (o * p.time + low) * p.inner; }
 };
 
 // From a time to the one before it in the recurrence of h, which for a cotangent is the next one of
@@ -207,25 +254,36 @@ struct Resets {
   }
 };
 
+// A thread's place among those of a tile, whichever that is.
+struct Seat {
+  int segment, column;
+  __device__ Seat(const PipedTiling& t, int vector) {
+    const int thread = threadIdx.x % kPipedWalkers;
+    segment = thread / t.lanes;
+    column = (thread - segment * t.lanes) * vector;
+  }
+};
+
 // A thread's share of a tile: `count` steps of its channels, from the tile's step s0 on.
 template <class T>
-struct Share {
+struct Share : Seat {
   static constexpr int V = T::kVector;
-  int segment, column;
   int s0, count, first, jump;  // `first`, `jump`: in an operand's slots, in rows of V
   bool active;                 // it has channels
   bool followed;               // by another tile
   int h_first;                 // the step at which the recurrence of h begins, or -1
-  Channels<typename T::A, V>* a;
+  using A = typename T::A;
+  Held<A, V> fixed;  // a without time
+  // The operands of the first step.
+  std::conditional_t<T::kWay == PipedA::kRuns, Common<A>*, Channels<A, V>*> a;
+  int a_jump;  // in a run
   Channels<typename T::X, V>* x;
   Channels<typename T::H, V>* h;
 
   __device__ Share(Shared<T>& shared, const Problem& p, const PipedTiling& t, const Tile& at,
-                   int stage) {
-    const int thread = threadIdx.x % kPipedWalkers;
+                   const Seat& seat, int stage)
+      : Seat(seat) {
     const bool descending = p.descending();
-    segment = thread / t.lanes;
-    column = (thread - segment * t.lanes) * V;
     active = segment < t.segments && column < at.columns;
     followed = at.index + 1 < t.tiles;
     s0 = segment * T::kSteps;
@@ -239,10 +297,32 @@ struct Share {
     const int last_row = (t.boxes ? t.tile_steps : at.rows) - 1;
     first = (descending ? last_row - s0 : s0) * pitch + column / V;
     jump = descending ? -pitch : pitch;
-    const int64_t begin = at.begin(p);
-    a = slots_of(shared.a[stage].of, t, begin);
+    const int64_t begin = t.boxes ? 0 : at.begin(p);
+    if constexpr (T::kWay == PipedA::kRows) {
+      a = slots_of(shared.a[stage].of, t, t.boxes ? 0 : OfA<T>(p, t, at).begin);
+    } else if constexpr (T::kWay == PipedA::kRuns) {
+      a = reinterpret_cast<Common<A>*>(shared.a[stage].of) + Run<A>::shift(OfA<T>(p, t, at).begin) +
+          (descending ? at.rows - 1 - s0 : s0);
+      a_jump = descending ? -1 : 1;
+    } else if (active) {
+      const Broadcast& of = p.a.at;
+      const A* first_a = static_cast<const A*>(p.a.data) + at.o * of.outer[0].stride +
+                         (at.i + column) * of.inner[0].stride;
+#pragma unroll
+      for (int v = 0; v < V; ++v) fixed.value[v] = first_a[v * of.inner[0].stride];
+    }
     x = slots_of(shared.x[stage].of, t, begin);
     if constexpr (T::kCotangent) h = slots_of(shared.h[stage].of, t, begin + to_past(p));
+  }
+  // Step k's.
+  __device__ __forceinline__ auto a_at(int k) const {
+    if constexpr (T::kWay == PipedA::kRows) {
+      return a[k * jump];
+    } else if constexpr (T::kWay == PipedA::kRuns) {
+      return a[k * a_jump];
+    } else {
+      return fixed;
+    }
   }
   // The first step's. A run is copied from the 16 bytes on in which it begins.
   template <class E>
@@ -265,23 +345,30 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
     const int stage = turn.stage;
     shared.empty[stage].wait(turn.parity ^ 1);           // which a new barrier does not wait for
     const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
-    shared.ticket[stage] = ticket;
     Barrier& arrival = shared.full[stage];
     if (ticket >= t.tiles * t.groups) {
+      shared.tile[stage].rows = 0;
       arrival.arrive();
       return;
     }
     const Tile at(p, t, ticket);
+    shared.tile[stage] = at;
     const Resets resets(p, at.o);
     const int64_t first_reset = resets.begin + at.low;
     const Run<uint8_t> reset(first_reset, first_reset + at.rows, resets.all);
     const uint32_t reset_bytes = p.reset.data ? reset.bytes : 0;
+    const OfA<T> of_a(p, t, at);
+    const int64_t a_rows = T::kWay == PipedA::kRows ? at.rows * p.inner : at.rows;
+    const Run<A> a(of_a.begin, of_a.begin + a_rows, of_a.all);
+    const uint32_t a_bytes = T::kWay == PipedA::kFixed ? 0 : a.bytes;
     if (t.boxes) {
       // The last tile of a descending walk reaches below time 0.
       const int low = static_cast<int>(p.descending() ? at.low + at.rows - t.tile_steps : at.low);
-      const int bytes = sizeof(A) + sizeof(X) + (uses_h ? sizeof(H) : 0);
-      arrival.arrive_and_expect(t.width * t.tile_steps * bytes + reset_bytes);
-      copy_box(shared.a[stage].of, a_map, at.i, low, at.o, arrival);
+      constexpr bool kBoxed = T::kWay == PipedA::kRows;
+      const int bytes = (kBoxed ? sizeof(A) : 0) + sizeof(X) + (uses_h ? sizeof(H) : 0);
+      arrival.arrive_and_expect(t.width * t.tile_steps * bytes + (kBoxed ? 0 : a_bytes) +
+                                reset_bytes);
+      if constexpr (kBoxed) copy_box(shared.a[stage].of, a_map, at.i, low, of_a.o, arrival);
       copy_box(shared.x[stage].of, x_map, at.i, low, at.o, arrival);
       if constexpr (T::kCotangent) {
         if (uses_h) copy_box(shared.h[stage].of, h_map, at.i, low + past, at.o, arrival);
@@ -290,16 +377,16 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
       // h begins a row before the array at the first tile, and ends a row behind it at the last.
       const int64_t begin = at.begin(p), end = begin + at.rows * p.inner;
       const int64_t ahead = to_past(p), all = p.channels() * p.time;
-      const Run<A> a(begin, end, all);
       const Run<X> x(begin, end, all);
       const Run<H> h(begin + ahead, end + ahead, all);
-      arrival.arrive_and_expect(a.bytes + x.bytes + (uses_h ? h.bytes : 0) + reset_bytes);
-      a.copy(shared.a[stage].of, p.a.data, arrival);
+      arrival.arrive_and_expect(a_bytes + x.bytes + (uses_h ? h.bytes : 0) + reset_bytes);
+      if constexpr (T::kWay == PipedA::kRows) a.copy(shared.a[stage].of, p.a.data, arrival);
       x.copy(shared.x[stage].of, p.x.data, arrival);
       if constexpr (T::kCotangent) {
         if (uses_h) h.copy(shared.h[stage].of, p.h.data, arrival);
       }
     }
+    if constexpr (T::kWay == PipedA::kRuns) a.copy(shared.a[stage].of, p.a.data, arrival);
     if (reset_bytes > 0) reset.copy(shared.resets[stage], p.reset.data, arrival);
   }
 }
@@ -311,21 +398,38 @@ __device__ __forceinline__ void complete(const Problem& p, const PipedTiling& t,
   constexpr int V = T::kVector;
   const bool uses_h = T::kCotangent && p.h.data;
   // The last elements of an array whose size is not a multiple of 16 bytes.
-  const int64_t all = p.channels() * p.time;
+  const auto reaches_end = [](int64_t end, int64_t all) { return end > Run<BFloat16>::floor(all); };
+  const OfA<T> of_a(p, t, at);
+  if constexpr (T::kWay == PipedA::kRuns) {
+    if (reaches_end(of_a.begin + at.rows, of_a.all)) {
+      // Threads of a segment write the same.
+      for (int k = 0; k < mine.count; ++k) {
+        const int step = mine.s0 + k;
+        const int64_t index = of_a.begin + (p.descending() ? at.rows - 1 - step : step);
+        if (index < Run<typename T::A>::floor(of_a.all)) continue;
+        mine.a[k * mine.a_jump].value = static_cast<const typename T::A*>(p.a.data)[index];
+      }
+      before_bulk_copies();
+    }
+  }
+  if (t.boxes) return;
+  const int64_t all = p.channels() * p.time, size = at.rows * p.inner;
   const int64_t ahead = uses_h ? to_past(p) : 0, begin = at.begin(p);
-  if (!t.boxes && begin + max(ahead, int64_t{0}) + at.rows * p.inner > Run<BFloat16>::floor(all)) {
-    const auto fill = [&]<class E>(Channels<E, V>* slots, const Input& in, int64_t from) {
+  if (reaches_end(begin + max(ahead, int64_t{0}) + size, all) ||
+      (T::kWay == PipedA::kRows && t.outer_shares_a && reaches_end(of_a.begin + size, of_a.all))) {
+    const auto fill = [&]<class E>(Channels<E, V>* slots, const Input& in, int64_t from,
+                                   int64_t all_of_it) {
       for (int k = 0; k < mine.count; ++k) {
         const int64_t index = from + (mine.first + k * mine.jump) * V;
-        if (index < Run<E>::floor(all) || index >= all) continue;
+        if (index < Run<E>::floor(all_of_it) || index >= all_of_it) continue;
         slots[k * mine.jump] =
             *reinterpret_cast<const Channels<E, V>*>(static_cast<const E*>(in.data) + index);
       }
     };
-    fill(mine.a, p.a, begin);
-    fill(mine.x, p.x, begin);
+    if constexpr (T::kWay == PipedA::kRows) fill(mine.a, p.a, of_a.begin, of_a.all);
+    fill(mine.x, p.x, begin, all);
     if constexpr (T::kCotangent) {
-      if (uses_h) fill(mine.h, p.h, begin + ahead);
+      if (uses_h) fill(mine.h, p.h, begin + ahead, all);
     }
     before_bulk_copies();
   }
@@ -386,6 +490,33 @@ __device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
   }
 }
 
+// What `count` steps with the factor `a` multiply by, in all; a power of squares.
+template <class S>
+__device__ __forceinline__ Composed<S> both_factors(const Composed<S>& second,
+                                                    const Composed<S>& first) {
+  const Product<S> p = product(second.a, first.a);
+  return {p.rounded, mul_add(second.a, first.lost, mul_add(second.lost, first.a, p.lost)), S(0)};
+}
+template <int kCount, class S>
+__device__ __forceinline__ Composed<S> power(S a) {
+  if constexpr (kCount == 1) {
+    return {a};
+  } else if constexpr (kCount % 2 == 1) {
+    return both_factors({a}, power<kCount - 1>(a));
+  } else {
+    const Composed<S> half = power<kCount / 2>(a);
+    return both_factors(half, half);
+  }
+}
+template <int kMost, class S>
+__device__ __forceinline__ Composed<S> power(S a, int count) {
+  if (count == kMost) return power<kMost>(a);
+  Composed<S> all;
+#pragma unroll 1
+  for (int k = 0; k < count; ++k) all = both_factors({a}, all);
+  return all;
+}
+
 // Eight warps: the maps of all tiles.
 template <class T>
 __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTiling& t,
@@ -394,13 +525,13 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   using R = typename T::R;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
+  const Seat seat(t, V);
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.full[stage].wait(turn.parity);
-    const uint32_t ticket = shared.ticket[stage];
-    if (ticket < t.tiles * t.groups) {
-      const Tile at(p, t, ticket);
-      const Share<T> mine(shared, p, t, at, stage);
+    const Tile at = shared.tile[stage];
+    if (at.rows > 0) {
+      const Share<T> mine(shared, p, t, at, seat, stage);
       complete(p, t, at, mine);
       const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
       Composed<S> map[V];
@@ -411,22 +542,35 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
         const uint32_t cuts_here = plain.value ? 0 : cuts >> begin;
 #pragma unroll
         for (int k = 0; k < count.value; ++k) {
-          const auto a = mine.a[(begin + k) * mine.jump];
+          const auto a = mine.a_at(begin + k);
           const auto x = mine.x[(begin + k) * mine.jump];
           const bool cut = (cuts_here & 1u << k) != 0;
 #pragma unroll
           for (int v = 0; v < V; ++v) {
             const Step<S> in{a.template at<S>(v), x.template at<S>(v), S(0), cut};
             const Written<S> out = advance<T::kOp>(map[v].b, in);
+            bound[v].b = larger<S>(cut ? R(0) : bound[v].b, reach<T::kOp>(map[v].b, out));
+            if constexpr (T::kWay == PipedA::kFixed) continue;
             const Product<S> composed = product(in.a, map[v].a);
             // Selects: what is before the cut may be anything.
             map[v].lost = cut ? S(0) : mul_add(in.a, map[v].lost, composed.lost);
             map[v].a = cut ? S(0) : composed.rounded;
             bound[v].a = cut ? R(0) : larger<S>(bound[v].a, magnitude(map[v].a));
-            bound[v].b = larger<S>(cut ? R(0) : bound[v].b, reach<T::kOp>(map[v].b, out));
           }
         }
       });
+      if constexpr (T::kWay == PipedA::kFixed) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          // Powers lie between the first and the last one, but for twice that in complex numbers,
+          // whose magnitude is that of a component.
+          const Composed<S> all = power<T::kSteps>(mine.a_at(0).template at<S>(v), mine.count);
+          map[v].a = cuts != 0 ? S(0) : all.a;
+          map[v].lost = cuts != 0 ? S(0) : all.lost;
+          const R largest = R(std::is_same_v<S, R> ? 1 : 2) * magnitude(all.a);
+          bound[v].a = cuts != 0 ? R(0) : larger<S>(R(1), largest);
+        }
+      }
       Composed<S> total = map[0];
       Affine<R> of_total = bound[0];
       const bool owner = thread < at.columns;  // of a channel: it speaks for it
@@ -465,7 +609,7 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.mapped[stage].arrive();
-    if (ticket >= t.tiles * t.groups) return;
+    if (at.rows == 0) return;
   }
 }
 
@@ -490,7 +634,8 @@ class Place {
 // Eight warps: the steps of all tiles.
 template <class T, class F>
 __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling& t,
-                          const Mail<typename T::S>& mail, F&& init_of) {
+                          const Mail<typename T::S>& mail, typename T::S* sums_over_tiles,
+                          F&& init_of) {
   using S = typename T::S;
   using A = typename T::A;
   using X = typename T::X;
@@ -498,14 +643,14 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
   using Y = typename T::Y;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
+  const Seat seat(t, V);
   const bool uses_h = T::kCotangent && p.h.data;
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.mapped[stage].wait(turn.parity);
-    const uint32_t ticket = shared.ticket[stage];
-    if (ticket >= t.tiles * t.groups) return;
-    const Tile at(p, t, ticket);
-    const Share<T> mine(shared, p, t, at, stage);
+    const Tile at = shared.tile[stage];
+    if (at.rows == 0) return;
+    const Share<T> mine(shared, p, t, at, seat, stage);
     const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
     const bool owner = thread < at.columns;
     const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i;  // the first channel
@@ -538,19 +683,20 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     const int64_t offset = (at.o * p.time + row) * p.inner + at.i + mine.column;
     const int64_t out_jump = p.descending() ? -p.inner : p.inner;
     S s[V] = {};
+    [[maybe_unused]] S da_sum[V] = {};
     const auto run = [&] {
       Place y(static_cast<Y*>(p.y.data) + offset);
       [[maybe_unused]] Place da(static_cast<A*>(p.da_out.data) + offset);
       const bool write_y = !T::kCotangent || p.y.data;
-      [[maybe_unused]] const bool write_da = uses_h && p.da_out.data;
+      [[maybe_unused]] const bool write_da = !T::kSums && uses_h && p.da_out.data;
       for_chunks<T>(mine.count, special, [&](int begin, auto count, auto plain) {
         constexpr int kCount = decltype(count)::value;
-        Channels<A, V> a[kCount];
+        decltype(mine.a_at(0)) a[kCount];
         Channels<X, V> x[kCount];
         [[maybe_unused]] Channels<H, V> h[kCount];
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          a[k] = mine.a[(begin + k) * mine.jump];
+          a[k] = mine.a_at(begin + k);
           x[k] = mine.x[(begin + k) * mine.jump];
           if constexpr (T::kCotangent) {
             h[k] = uses_h ? mine.h[(begin + k) * mine.jump] : Channels<H, V>{};
@@ -571,11 +717,15 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
             }
             const Written<S> out = advance<T::kOp>(s[v], in);
             y_pack.v[v] = store_as<Y>(out.y);
-            if constexpr (T::kCotangent) da_pack.v[v] = store_as<A>(out.da_out);
+            if constexpr (T::kSums) {
+              da_sum[v] = da_sum[v] + out.da_out;
+            } else if constexpr (T::kCotangent) {
+              da_pack.v[v] = store_as<A>(out.da_out);
+            }
           }
           if (write_y) y.put(y_pack);
           y.step(out_jump * sizeof(Y));
-          if constexpr (T::kCotangent) {
+          if constexpr (T::kCotangent && !T::kSums) {
             if (write_da) da.put(da_pack);
             da.step(out_jump * sizeof(A));
           }
@@ -623,6 +773,23 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
       }
       if (round >= 0) meet<kRunners>();
     }
+    if constexpr (T::kSums) {
+      if (p.da_out.data) {
+        // In place of the map that no other thread needs.
+        Composed<S>* const sums = shared.before[stage];
+        if (mine.active) {
+#pragma unroll
+          for (int v = 0; v < V; ++v) sums[mine.segment * t.width + mine.column + v].b = da_sum[v];
+        }
+        if (shares) meet<kRunners>();
+        if (owner) {
+          S sum = sums[thread].b;
+#pragma unroll 4
+          for (int k = 1; k < t.segments; ++k) sum = sum + sums[k * t.width + thread].b;
+          sums_over_tiles[at.index * p.channels() + flat + thread] = sum;
+        }
+      }
+    }
     if (from_steps && mine.followed) {
       send(mail.at(at.index, flat + thread),
            Packet<S>::tagged(Sent::kState, shares ? carry[thread] : s[0]));
@@ -645,7 +812,7 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
                  const __grid_constant__ CUtensorMap a_map,
                  const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap h_map, unsigned* counter,
-                 Mail<typename T::S> mail) {
+                 Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
   using namespace piped;
   using S = typename T::S;
   if constexpr (kHasBulkCopies) {
@@ -678,7 +845,7 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
     } else if (warp < kWalkingWarps) {
       compose_maps(shared, p, tiling, mail);
     } else {
-      run_tiles(shared, p, tiling, mail, init_of);
+      run_tiles(shared, p, tiling, mail, sums_over_tiles, init_of);
     }
   }
 }
@@ -689,7 +856,9 @@ template <class T>
 cudaError_t launch_op(const Problem& problem, const Device& device, void* workspace,
                       cudaStream_t stream) {
   using S = typename T::S;
-  PipedTiling t = piped_tiling(T::kOp, T::kKernel, problem.outer, problem.time, problem.inner);
+  PipedTiling t =
+      piped_tiling(T::kOp, T::kKernel, T::kWay, problem.outer, problem.time, problem.inner);
+  t.outer_shares_a = problem.outer > 1 && problem.a.at.outer[0].stride == 0;
   constexpr int kBytes = sizeof(Shared<T>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(kMostTurns * kPipedChainWarps * Baton<S>::kBytes <= kBytes);
@@ -711,7 +880,7 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
     error =
         boxes_of<E>(problem, in, t.width, t.tile_steps, map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
   };
-  encode(Tag<typename T::A>{}, problem.a, maps[0]);
+  if constexpr (T::kWay == PipedA::kRows) encode(Tag<typename T::A>{}, problem.a, maps[0]);
   encode(Tag<typename T::X>{}, problem.x, maps[1]);
   encode(Tag<typename T::H>{}, problem.h, maps[2]);
   if (error != cudaSuccess) return error;
@@ -719,25 +888,49 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   error = prepare_for_hopper(kernel, kBytes);
   if (error != cudaSuccess) return error;
   auto* memory = static_cast<unsigned char*>(workspace);
-  error = cudaMemsetAsync(memory, 0xff, t.bytes, stream);
+  error = cudaMemsetAsync(memory, 0xff, t.sums_offset, stream);
   if (error != cudaSuccess) return error;
   const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + kPipedPlacesOffset), tiles,
                      static_cast<uint32_t>(channels)};
+  S* const sums = reinterpret_cast<S*>(memory + t.sums_offset);
   kernel<<<static_cast<unsigned>(chain.blocks + blocks), kThreads, kBytes, stream>>>(
-      problem, t, maps[0], maps[1], maps[2], reinterpret_cast<unsigned*>(memory), mail);
-  return cudaGetLastError();
+      problem, t, maps[0], maps[1], maps[2], reinterpret_cast<unsigned*>(memory), mail, sums);
+  error = cudaGetLastError();
+  if constexpr (T::kSums) {
+    if (error == cudaSuccess && problem.da_out.data) {
+      error = sum_over_tiles(problem, sums, tiles, stream);
+    }
+  }
+  return error;
+}
+
+template <class A, class B, class H, int kVector, PipedA kWay>
+cudaError_t launch_way(const Problem& problem, const Device& device, void* workspace,
+                       cudaStream_t stream) {
+  using Scan = Types<Op::kScan, A, B, H, kVector, kWay>;
+  using Cotangent = Types<Op::kCotangent, A, B, H, kVector, kWay>;
+  return problem.op == Op::kCotangent ? launch_op<Cotangent>(problem, device, workspace, stream)
+                                      : launch_op<Scan>(problem, device, workspace, stream);
 }
 
 }  // namespace piped
 
 template <class A, class B, class H, int kVector>
-cudaError_t launch_piped(const Problem& problem, const Device& device, void* workspace,
+cudaError_t launch_piped(const Problem& problem, PipedA way, const Device& device, void* workspace,
                          cudaStream_t stream) {
-  using Scan = piped::Types<Op::kScan, A, B, H, kVector>;
-  using Cotangent = piped::Types<Op::kCotangent, A, B, H, kVector>;
-  return problem.op == Op::kCotangent
-             ? piped::launch_op<Cotangent>(problem, device, workspace, stream)
-             : piped::launch_op<Scan>(problem, device, workspace, stream);
+  cudaError_t queued = cudaErrorNotSupported;
+  const auto launch = [&](auto tag) {
+    constexpr PipedA kWay = decltype(tag)::value;
+    if constexpr (piped_takes(kWay, sizeof(B), kVector)) {
+      if (way == kWay) {
+        queued = piped::launch_way<A, B, H, kVector, kWay>(problem, device, workspace, stream);
+      }
+    }
+  };
+  launch(std::integral_constant<PipedA, PipedA::kRows>{});
+  launch(std::integral_constant<PipedA, PipedA::kFixed>{});
+  launch(std::integral_constant<PipedA, PipedA::kRuns>{});
+  return queued;
 }
 
 }  // namespace jax_scan

@@ -158,9 +158,24 @@ inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
+// How a comes: in rows as x does, also where these are the same for all outer indices; without
+// time, once for each tile's channels; where it is the same for all inner indices, as runs of a
+// tile's times.
+enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns };
+
+// There are kernels for it. Channels of 16 bits that cannot go in pairs are few.
+constexpr bool piped_takes(PipedA way, int b_bytes, int vector) {
+  return way == PipedA::kRows || (way != PipedA::kNone && (b_bytes > 2 || vector > 1));
+}
+
 // Steps of a thread, and stages: up to 192 KB of operands.
 struct PipedRing {
   int steps, stages;
+};
+// By how a comes; and the bytes of b in a narrow tile's row.
+struct PipedRings {
+  int line;
+  PipedRing scan, cotangent;
 };
 
 // The kernels of piped.cuh. Operands and results of those whose threads have two channels must be
@@ -171,19 +186,32 @@ struct PipedKernel {
   int a_bytes, b_bytes;  // of an element; h has those of b
   bool complex;
   int vector;  // neighbouring channels of a thread
-  int line;    // bytes of b in a narrow tile's row
-  PipedRing scan, cotangent;
-  constexpr PipedRing ring(Op op) const { return op == Op::kCotangent ? cotangent : scan; }
+  PipedRings rows, fixed, runs;
+  constexpr const PipedRings& rings(PipedA way) const {
+    return way == PipedA::kRows ? rows : way == PipedA::kFixed ? fixed : runs;
+  }
+  constexpr PipedRing ring(Op op, PipedA way) const {
+    return op == Op::kCotangent ? rings(way).cotangent : rings(way).scan;
+  }
   constexpr int state_bytes() const { return b_bytes > 4 ? b_bytes : 4; }
 };
 // For float32 20 steps in 3 stages are as good backward at (4,16384,512), but 0.905 of the limit
 // instead of 0.93 at (1,1048576,64). For complex numbers rows of 128 bytes are 0.86 instead of 0.90
 // forward at (4,16384,512), since each segment's map takes so long.
+//
+// Of a that is the same for all times, or inner indices, a stage holds next to nothing, and is
+// longer. With a of (D,), forward and backward at (4,16384,512):
+//   fp32       {32, 3} 0.819 0.87   {32, 4} 0.844   {24, 4} 0.825 backward   {24, 6} 0.76
+//   complex64  {32, 3} 0.91   {20, 4} 0.88   {16, 5} 0.83   backward {16, 3} 0.88   {14, 3} 0.84
+//   bf16       {32, 4} 0.70   {32, 3} 0.69   backward {32, 3} 0.75   {24, 3} 0.66
 inline constexpr PipedKernel kPipedKernels[] = {
-    {4, 4, false, 1, 128, {32, 3}, {16, 4}}, {2, 2, false, 2, 128, {32, 3}, {20, 3}},
-    {2, 2, false, 1, 64, {32, 6}, {32, 4}},  {4, 2, false, 2, 128, {20, 3}, {16, 3}},
-    {4, 2, false, 1, 64, {32, 4}, {32, 3}},  {8, 8, false, 1, 128, {16, 3}, {10, 3}},
-    {8, 8, true, 1, 256, {16, 3}, {10, 3}}};
+    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}},
+    {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
+    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
+    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}},
+    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}}}};
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
@@ -199,10 +227,12 @@ constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int v
 // the limit instead of 0.821 0.875 at (1,65536,256), forward and backward on an H200 in float32,
 // and 0.807 0.830 instead of 0.760 0.806 at (16,8192,96). Rows of up to 64 channels are copied as
 // one run forward (0.899 instead of 0.881 at (1,1048576,64)), but not backward (0.888 instead of
-// 0.924).
-constexpr int64_t piped_box_width(Op op, const PipedKernel& k, int64_t inner) {
-  const int64_t piece = 16 / k.b_bytes, narrow = k.line / k.b_bytes, wide = 2 * narrow;
-  if (inner % piece != 0 || inner <= (op == Op::kCotangent ? narrow : wide)) return 0;
+// 0.924), nor forward where a is shared (0.805 and 0.67 instead of 0.854 and 0.886 there, with a of
+// (D,) and (B,L,1)).
+constexpr int64_t piped_box_width(Op op, const PipedKernel& k, PipedA way, int64_t inner) {
+  const int64_t piece = 16 / k.b_bytes, narrow = k.rings(way).line / k.b_bytes, wide = 2 * narrow;
+  if (inner % piece != 0 || inner <= (op == Op::kScan && way == PipedA::kRows ? wide : narrow))
+    return 0;
   const int64_t all = divide_up(inner, narrow) * narrow;
   // Not where a tile of few channels is left over.
   if (8 * (all - inner) <= inner) return narrow;
@@ -219,20 +249,23 @@ struct PipedTiling {
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
   bool looks_back;     // for a state, to the last tiles, unless there are resets
+  bool outer_shares_a;
   uint32_t chain_blocks;
   int32_t chain_team;
-  size_t bytes;  // the workspace: a counter of the tiles handed out, the tiles' places
+  // The workspace: a counter of the tiles handed out, the tiles' places, sums of da.
+  size_t sums_offset;
+  size_t bytes;  // all of it
 };
 
 // width 0: not a problem for this path.
-constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, int64_t time,
-                                   int64_t inner) {
+constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int64_t outer,
+                                   int64_t time, int64_t inner) {
   PipedTiling t{};
   if (op == Op::kTangent || inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) return t;
-  const int64_t box = piped_box_width(op, k, inner), width = box > 0 ? box : inner;
+  const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers) return t;
   t.boxes = box > 0;
-  const int64_t strips = divide_up(inner, width), steps = k.ring(op).steps;
+  const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
   const int64_t lanes = width / k.vector, segments = kPipedWalkers / lanes;
   const int64_t tiles = divide_up(time, segments * steps), groups = outer * strips;
   if (time > INT32_MAX / 2 || outer > INT32_MAX / 2 || outer * inner > INT32_MAX / 2 ||
@@ -249,7 +282,11 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, int64_t outer, i
   t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
-  t.bytes = kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes();
+  t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());
+  const bool sums = op == Op::kCotangent && way == PipedA::kFixed;
+  t.bytes = t.sums_offset + (sums ? static_cast<size_t>(tiles) * outer * inner *
+                                        static_cast<size_t>(k.state_bytes())
+                                  : 0);
   return t;
 }
 
@@ -427,6 +464,8 @@ inline constexpr int kWidestBox = 256;  // channels; the hardware has no wider o
 inline constexpr int kBoxTeams = 5;
 inline constexpr int kMostBoxWarps = 12;  // of all teams; each takes one of a block's 16 barriers
 inline constexpr int kRunPlace = 128;     // bytes of a slot for a run of a
+// At 17 ns a step few channels in boxes take less than the 8 and 11 us of a call of piped.cuh.
+inline constexpr int64_t kShortBoxedTime = 512;
 
 // Channels of a thread, by the bytes of b.
 JAX_SCAN_HD constexpr int channels_of_lane(int bytes) { return bytes == 2 ? 2 : 1; }
@@ -461,7 +500,8 @@ inline constexpr int kBoxedBytesAhead = 48 * 1024;
 //   6.0  bf16 (32,4096,256), forward        with resets 0.82 0.86
 //   7.9  bf16 (8,2048,2048), forward        (D,) 0.89 0.82   (B,L,1) 0.88 0.71
 // clang-format on
-// In complex64 few channels have no other path that is fast: (4,16384,512), at 3.0 KB, 0.61 0.19.
+// In complex64 few channels have no other path that is fast, unless they fit piped.cuh:
+// (4,16384,512), at 3.0 KB, 0.61 0.19.
 constexpr int64_t least_box_bytes(StreamTypes t, bool plain, bool few) {
   if (t.b == DType::kC64 && few) return 0;
   return (plain || byte_size(t.b) > 2 ? 9 : 14) * int64_t{512};
@@ -791,7 +831,9 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
   size_t piped = 0;
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
-    piped = std::max(piped, piped_tiling(op, k, outer, time, inner).bytes);
+    for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      piped = std::max(piped, piped_tiling(op, k, way, outer, time, inner).bytes);
+    }
   }
   return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
 }
@@ -806,8 +848,11 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   size_t piped = 0;
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
-    const size_t shortest = divide_up(time, std::min(k.scan.steps, k.cotangent.steps));
-    piped = std::max(piped, shortest * bytes * 5 / 2);
+    for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      const int steps = std::min(k.ring(Op::kScan, way).steps, k.ring(Op::kCotangent, way).steps);
+      const size_t shortest = divide_up(time, steps);
+      piped = std::max(piped, shortest * bytes * (way == PipedA::kFixed ? 7 : 5) / 2);
+    }
   }
   return 1024 + std::max(tiles * 2 * (packets + bytes), piped);
 }

@@ -56,29 +56,38 @@ struct TileSums {
 };
 
 inline constexpr int kSumThreads = 256;
+inline constexpr int64_t kManyTiles = 256;
 
 // Adds the tiles' sums, in a fixed order. A block serves neighbouring minor indices; kRows threads
 // share one's tiles.
-template <class S, int kRows>
-__global__ void __launch_bounds__(kSumThreads)
+template <class S, int kRows, int kThreads>
+__global__ void __launch_bounds__(kThreads)
     sum_over_tiles_kernel(const __grid_constant__ Output out, const S* sums,
                           const __grid_constant__ TileSums t) {
-  constexpr int kColumns = kSumThreads / kRows;
+  constexpr int kColumns = kThreads / kRows;
   const int64_t blocks = (t.minor + kColumns - 1) / kColumns;
   const int64_t major = blockIdx.x / blocks;
   const int64_t minor = (blockIdx.x - major * blocks) * kColumns + threadIdx.x;
   S sum = S(0);
   if (minor < t.minor) {
     const S* mine = sums + major * t.tiles * t.minor + minor;
-#pragma unroll(kRows == 1 ? 16 : 4)
+#pragma unroll(kRows == 8 ? 4 : 16)
     for (int64_t k = threadIdx.y; k < t.tiles; k += kRows) sum = sum + mine[k * t.minor];
   }
   if constexpr (kRows > 1) {
     __shared__ S rows[kRows][kColumns + 1];
     rows[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
+    int left = kRows;
+    for (; left > 8; left /= 2) {
+      if (threadIdx.y < left / 2) {
+        sum = sum + rows[threadIdx.y + left / 2][threadIdx.x];
+        rows[threadIdx.y][threadIdx.x] = sum;
+      }
+      __syncthreads();
+    }
     if (threadIdx.y > 0) return;
-    for (int k = 1; k < kRows; ++k) sum = sum + rows[k][threadIdx.x];
+    for (int k = 1; k < left; ++k) sum = sum + rows[k][threadIdx.x];
   }
   if (minor < t.minor) {
     const int64_t beside = major % t.side_by_side;
@@ -86,12 +95,12 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-template <class S, int kRows>
+template <class S, int kRows, int kThreads = kSumThreads>
 cudaError_t sum_over_tiles(const Output& out, const S* sums, const TileSums& t,
                            cudaStream_t stream) {
-  constexpr int kColumns = kSumThreads / kRows;
+  constexpr int kColumns = kThreads / kRows;
   const int64_t blocks = t.major * ((t.minor + kColumns - 1) / kColumns);
-  sum_over_tiles_kernel<S, kRows>
+  sum_over_tiles_kernel<S, kRows, kThreads>
       <<<dim3(static_cast<unsigned>(blocks)), dim3(kColumns, kRows), 0, stream>>>(out, sums, t);
   return cudaGetLastError();
 }
@@ -107,7 +116,10 @@ cudaError_t sum_over_tiles(const Output& out, const S* sums, const TileSums& t,
 // da summed over time, of sums (tiles, channels).
 template <class S>
 cudaError_t sum_over_tiles(const Problem& p, const S* sums, int64_t tiles, cudaStream_t stream) {
-  return sum_over_tiles<S, 8>(p.da_out, sums, TileSums{1, tiles, p.channels(), 1}, stream);
+  const TileSums t{1, tiles, p.channels(), 1};
+  // Few sums of many tiles: more threads for each.
+  return tiles >= kManyTiles ? sum_over_tiles<S, 128, 1024>(p.da_out, sums, t, stream)
+                             : sum_over_tiles<S, 8>(p.da_out, sums, t, stream);
 }
 
 }  // namespace jax_scan

@@ -150,9 +150,9 @@ bool draw_rows(Case& c, const Limits& limits) {
   if (random.chance(0.6)) c.sizes[1] = (c.sizes[1] + 7) / 8 * 8;
   return true;
 }
+constexpr uint32_t kOuter = 1u << 0, kTime = 1u << 1, kInner = 1u << 2;
 void share_rows(Case& c) {
   Random random(c.seed ^ 0xe7037ed1a0b428dbu);
-  constexpr uint32_t kOuter = 1u << 0, kTime = 1u << 1, kInner = 1u << 2;
   constexpr uint32_t kOfA[] = {0, kOuter, kInner, kInner | kOuter, kTime, kTime | kOuter};
   constexpr uint32_t kOfReset[] = {kInner, kInner | kOuter, kOuter, kInner | kTime};
   c.arrays[kA].broadcast = kOfA[random.pick(0, 5)];
@@ -160,15 +160,29 @@ void share_rows(Case& c) {
 }
 
 // Now and then, few channels in whole rows with so much time that this is cut into many tiles.
-bool draw_tiles(Case& c, const Limits& limits) {
+// `shared`: fewer of them, of which a is the same for some, or for all of time.
+bool draw_tiles(Case& c, const Limits& limits, bool& shared) {
   Random random(c.seed ^ 0xb5ad4eceda1ce2a9u);
-  if (!random.chance(0.004)) return false;
+  shared = !random.chance(0.004);
+  if (shared && !Random(c.seed ^ 0x2545f4914f6cdd1du).chance(0.015)) return false;
   const int64_t inner = random.pick(8, 80);
-  c.sizes = {std::max<int64_t>(random.pick(1, 1600) / inner, 1), 1, inner};
+  c.sizes = {std::max<int64_t>(random.pick(1, shared ? 200 : 1600) / inner, 1), 1, inner};
   c.axis = 1;
   const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
   c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, 8000));
   return true;
+}
+
+// And da summed over time, if a is the same for all of it.
+void share_tiles(Case& c) {
+  Random random(c.seed ^ 0x9fb21c651e98df25u);
+  constexpr uint32_t kOfA[] = {kOuter, kInner,         kInner | kOuter,
+                               kTime,  kTime | kOuter, kTime | kInner};
+  c.arrays[kA].broadcast = kOfA[random.pick(0, 5)];
+  Array& da = c.arrays[kDaOut];
+  if (!da.present) return;
+  c.da_over_time = c.time() > 1 && (c.arrays[kA].broadcast & kTime);
+  da.dtype = c.da_over_time && random.chance(0.8) ? c.state : c.arrays[kA].dtype;
 }
 
 // Arrays (outer, time, inner) in full, but for resets, which are the same for all inner indices.
@@ -931,7 +945,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   free = free && !plain;
   const bool sums = !few && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
   const bool streams = !few && !sums && !free && c.op != Op::kTangent;
-  const bool tiles = streams && draw_tiles(c, limits);
+  bool shared = false;
+  const bool tiles = streams && draw_tiles(c, limits, shared);
   const bool rows = streams && !tiles && draw_rows(c, limits);
 
   // Values.
@@ -1006,6 +1021,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   }
   if (rows || tiles) fill_rows(c);
   if (rows) share_rows(c);
+  if (tiles && shared) share_tiles(c);
   // As where da is summed: it has the shape of a.
   if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {
     for (Array& array : c.arrays) {

@@ -134,14 +134,15 @@ void check(Op op, int64_t outer, int64_t time, int64_t inner, DType state) {
   }
 }
 
-void check_piped(const PipedKernel& k, Op op, int64_t outer, int64_t time, int64_t inner) {
-  const PipedTiling t = piped_tiling(op, k, outer, time, inner);
+void check_piped(const PipedKernel& k, PipedA way, Op op, int64_t outer, int64_t time,
+                 int64_t inner) {
+  const PipedTiling t = piped_tiling(op, k, way, outer, time, inner);
   if (t.width == 0) return;
   const DType state = k.complex ? DType::kC64 : k.b_bytes == 8 ? DType::kF64 : DType::kF32;
   const auto holds = [&](bool what, const char* text) {
     expect(what, text, op, outer, time, inner, state);
   };
-  const PipedRing ring = k.ring(op);
+  const PipedRing ring = k.ring(op, way);
   holds(t.tile_steps == t.segments * ring.steps && t.segments >= 1 &&
             t.lanes * k.vector == t.width && t.segments * t.lanes <= kPipedWalkers,
         "threads of a piped tile");
@@ -208,7 +209,11 @@ int main(int argc, char** argv) {
     const Op op = static_cast<Op>(random() % 3);
     const int64_t outer = pick(14), time = pick(20), inner = pick(13);
     check(op, outer, time, inner, states[random() % 4]);
-    for (const PipedKernel& k : kPipedKernels) check_piped(k, op, outer, time, inner);
+    for (const PipedKernel& k : kPipedKernels) {
+      for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+        check_piped(k, way, op, outer, time, inner);
+      }
+    }
     check_lined(op, outer, time);
   }
   std::printf("%d of %d problems failed\n", failures, problems);
