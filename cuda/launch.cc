@@ -509,7 +509,9 @@ cudaError_t run_boxed(const Call& c) {
 //   (128,4096,250) 0.66 and 0.61, (200,500,33) 0.59 and 0.52, fp64 (32,4096,255) 0.72 and 0.69.
 // - In 16 bits a group of 32 channels for each multiprocessor keeps too little on its way. bf16
 //   (16,4096,256) 0.64 0.715 and 0.75 0.79, (16,2048,256) 0.61 0.68 and 0.66 0.72; but
-//   (16,1024,256) 0.56 0.63 and 0.52 0.63, (24,4096,256) 0.80 0.81 and 0.79 0.81.
+//   (16,1024,256) 0.56 0.63 and 0.52 0.63, (24,4096,256) 0.80 0.81 and 0.79 0.81. With a in fp32,
+//   (16,2048,256) 0.72 0.81 and 0.66 0.78, but if a is of (D,) (16,4096,256) 0.50 0.51 and 0.69
+//   0.67.
 bool pipes_better(const Problem& p, StreamTypes t, int64_t groups, int multiprocessors) {
   if (!piped_for(p, t)) return false;
   const int bytes = byte_size(t.b);
@@ -518,7 +520,8 @@ bool pipes_better(const Problem& p, StreamTypes t, int64_t groups, int multiproc
     const bool narrow = p.inner <= 128 && p.channels() * p.time >= 8'000'000;
     return p.op == Op::kCotangent || bytes == 2 || (bytes == 4 && (few_long || narrow));
   }
-  return byte_size(t.a) == 2 && 4 * groups < 5 * multiprocessors &&
+  const bool shares_a = piped_way_of_a(p, t) != PipedA::kRows || outer_shares(p.a);
+  return bytes == 2 && (byte_size(t.a) == 2 || shares_a) && 4 * groups < 5 * multiprocessors &&
          p.channels() * p.time >= 6'000'000;
 }
 
