@@ -490,7 +490,7 @@ __device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
   }
 }
 
-// What `count` steps with the factor `a` multiply by, in all; a power of squares.
+// The factor of two maps in a row.
 template <class S>
 __device__ __forceinline__ Composed<S> both_factors(const Composed<S>& second,
                                                     const Composed<S>& first) {
@@ -508,6 +508,7 @@ __device__ __forceinline__ Composed<S> power(S a) {
     return both_factors(half, half);
   }
 }
+// What `count` steps with the factor `a` multiply by, in all: kMost of them, as a rule.
 template <int kMost, class S>
 __device__ __forceinline__ Composed<S> power(S a, int count) {
   if (count == kMost) return power<kMost>(a);
