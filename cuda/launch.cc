@@ -83,7 +83,7 @@ Traffic sequential_traffic(const Problem& p) {
 
 // Kernels for operands of certain types, where there are any.
 struct Kernels {
-  using Piped = cudaError_t (*)(const Problem&, PipedA, const Device&, void*, cudaStream_t);
+  using Piped = cudaError_t (*)(const Problem&, const PipedTiling&, void*, cudaStream_t);
   cudaError_t (*sequential)(const Problem&, const SequentialPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
   Piped piped = nullptr;
@@ -401,12 +401,30 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
          (p.y.data || cotangent) && (p.h.data || !p.da_out.data);
 }
 
-// The kernel of piped.cuh that the problem fits, if there is one.
-Kernels::Piped piped_for(const Problem& p, StreamTypes t) {
-  if (state_of(t.b) != p.state) return nullptr;
-  const Kernels k = kernels_for(t);
-  if (k.piped_pairs && fits_piped(p, t, 2)) return k.piped_pairs;
-  return k.piped && fits_piped(p, t, 1) ? k.piped : nullptr;
+// The kernel of piped.cuh that the problem and the GPU fit, if there is one.
+struct PipedCall {
+  Kernels::Piped launch = nullptr;
+  PipedTiling tiling{};
+};
+PipedCall piped_for(const Problem& p, StreamTypes t, const Device& device) {
+  if (device.capability_major < 9 || state_of(t.b) != p.state) return {};
+  const Kernels kernels = kernels_for(t);
+  PipedCall call;
+  int vector = 1;
+  if (kernels.piped_pairs && fits_piped(p, t, 2)) {
+    call.launch = kernels.piped_pairs;
+    vector = 2;
+  } else if (kernels.piped && fits_piped(p, t, 1)) {
+    call.launch = kernels.piped;
+  } else {
+    return {};
+  }
+  const PipedKernel kernel =
+      piped_kernel(byte_size(t.a), byte_size(t.b), t.b == DType::kC64, vector);
+  call.tiling = plan_piped(p.op, kernel, piped_way_of_a(p, t), p.outer, p.time, p.inner,
+                           device.multiprocessors, device.shared_bytes);
+  call.tiling.outer_shares_a = outer_shares(p.a);
+  return call.tiling.width > 0 ? call : PipedCall{};
 }
 
 // The problem is one for walked.cuh, with `vector` channels to a thread.
@@ -456,17 +474,18 @@ struct Call {
 
 // The paths. cudaErrorNotSupported: the problem is not one for it.
 
-bool is_short(const Call& c) {
+// See pays_to_walk().
+bool walks(const Call& c) {
   const Problem& p = c.p;
   const bool shares_a =
       p.a.at.time_stride == 0 || outer_shares(p.a) || (p.inner > 1 && same_for_inner(p.a));
   return c.kernels.walked && fits_walked(p, c.types, 1) &&
-         is_short(p.op, byte_size(c.types.b), shares_a, p.channels(), p.time, p.inner);
+         pays_to_walk(p.op, byte_size(c.types.b), shares_a, p.channels(), p.time, p.inner);
 }
 
 cudaError_t run_walked(const Call& c) {
   const Problem& p = c.p;
-  if (!c.kernels.walked || !(c.by_name ? fits_walked(p, c.types, 1) : is_short(c))) {
+  if (!c.kernels.walked || !(c.by_name ? fits_walked(p, c.types, 1) : walks(c))) {
     return cudaErrorNotSupported;
   }
   const int vector = c.kernels.vector;
@@ -490,7 +509,7 @@ cudaError_t run_boxed(const Call& c) {
   plan.outer_shares_a = outer_shares(p.a);
   const bool too_short = p.time * plan.width < least_boxed(byte_size(c.types.b)) &&
                          plan.blocks >= 4 * device.multiprocessors && !c.by_name;
-  if (too_short && is_short(c)) return cudaErrorNotSupported;
+  if (too_short && walks(c)) return cudaErrorNotSupported;
   // 8-byte types on few multiprocessors: of the limit on an H200 at (4,16384,512), forward and
   // backward, complex64 0.72 0.885 by boxes and 0.905 0.915 in piped.cuh, float64 0.93 0.915 and
   // 0.935 0.93, with resets backward 0.78 and 0.88, 0.82 and 0.92; complex64 with a of (D,) 0.46
@@ -498,7 +517,9 @@ cudaError_t run_boxed(const Call& c) {
   // where time is short: 4.6 5.6 us and 7.4 10.8 at (64,128,32) in complex64, with a of (D,).
   const bool few =
       2 * plan.blocks <= device.multiprocessors && p.time > kShortBoxedTime && !c.by_name;
-  if (few && byte_size(c.types.b) == 8 && piped_for(p, c.types)) return cudaErrorNotSupported;
+  if (few && byte_size(c.types.b) == 8 && piped_for(p, c.types, device).launch) {
+    return cudaErrorNotSupported;
+  }
   return plan.blocks > 0 ? c.kernels.boxed(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
 
@@ -512,9 +533,12 @@ cudaError_t run_boxed(const Call& c) {
 //   (16,1024,256) 0.56 0.63 and 0.52 0.63, (24,4096,256) 0.80 0.81 and 0.79 0.81. With a in fp32,
 //   (16,2048,256) 0.72 0.81 and 0.66 0.78, but if a is of (D,) (16,4096,256) 0.50 0.51 and 0.69
 //   0.67.
-bool pipes_better(const Problem& p, StreamTypes t, int64_t groups, int multiprocessors) {
-  if (!piped_for(p, t)) return false;
-  const int bytes = byte_size(t.b);
+bool pipes_better(const Call& c) {
+  const Problem& p = c.p;
+  const StreamTypes t = c.types;
+  if (c.by_name || !piped_for(p, t, c.device).launch) return false;
+  const int bytes = byte_size(t.b), multiprocessors = c.device.multiprocessors;
+  const int64_t groups = divide_up(p.channels(), 32);
   if (!in_pieces(p, p.x)) {
     const bool few_long = groups <= 3 * multiprocessors && p.time >= 1000;
     const bool narrow = p.inner <= 128 && p.channels() * p.time >= 8'000'000;
@@ -531,9 +555,7 @@ cudaError_t run_sequential(const Call& c) {
     return cudaErrorNotSupported;
   }
   const auto groups = static_cast<int>(std::min<int64_t>(divide_up(p.channels(), 32), 1 << 20));
-  if (!c.by_name && pipes_better(p, c.types, groups, c.device.multiprocessors)) {
-    return cudaErrorNotSupported;
-  }
+  if (pipes_better(c)) return cudaErrorNotSupported;
   // For what no other path does, this one takes few channels, too.
   const int multiprocessors = c.by_name          ? 0
                               : p.da_over_runs() ? std::min(c.device.multiprocessors, groups)
@@ -557,8 +579,8 @@ cudaError_t run_cluster(const Call& c) {
   // Where sequential.cuh has several groups of channels for each multiprocessor, and time is short:
   // fp32 (512,32,32) 0.32 0.35 of the limit here and 0.45 0.38 there, but (256,48,32) 0.47 0.52 and
   // 0.42 0.38, (128,32,32) 0.48 0.48 and 0.36 0.31.
-  const bool many = c.p.channels() >= 96 * int64_t{c.device.multiprocessors};
-  if (many && c.p.time < 48 && is_sequential(c.p, c.types) && !c.by_name) {
+  const bool many = c.p.channels() >= 96 * int64_t{c.device.multiprocessors} && !c.by_name;
+  if (many && c.p.time < 48 && is_sequential(c.p, c.types) && !pipes_better(c)) {
     return cudaErrorNotSupported;
   }
   // Not every GPU has the largest clusters.
@@ -584,9 +606,9 @@ cudaError_t run_lined(const Call& c) {
 }
 
 cudaError_t run_piped(const Call& c) {
-  const Kernels::Piped piped = piped_for(c.p, c.types);
-  if (c.device.capability_major < 9 || !piped) return cudaErrorNotSupported;
-  return piped(c.p, piped_way_of_a(c.p, c.types), c.device, c.workspace, c.stream);
+  const PipedCall piped = piped_for(c.p, c.types, c.device);
+  return piped.launch ? piped.launch(c.p, piped.tiling, c.workspace, c.stream)
+                      : cudaErrorNotSupported;
 }
 
 cudaError_t run_chained(const Call& c) {

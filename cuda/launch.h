@@ -93,7 +93,7 @@ cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cuda
 // Scan and cotangent of operands that lie in full and contiguous, but for a; a thread holds kVector
 // channels.
 template <class A, class B, class H, int kVector>
-cudaError_t launch_piped(const Problem& problem, PipedA way, const Device& device, void* workspace,
+cudaError_t launch_piped(const Problem& problem, const PipedTiling& tiling, void* workspace,
                          cudaStream_t stream);
 
 template <class S>

@@ -854,25 +854,12 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
 namespace piped {
 
 template <class T>
-cudaError_t launch_op(const Problem& problem, const Device& device, void* workspace,
+cudaError_t launch_op(const Problem& problem, const PipedTiling& t, void* workspace,
                       cudaStream_t stream) {
   using S = typename T::S;
-  PipedTiling t =
-      piped_tiling(T::kOp, T::kKernel, T::kWay, problem.outer, problem.time, problem.inner);
-  t.outer_shares_a = problem.outer > 1 && problem.a.at.outer[0].stride == 0;
   constexpr int kBytes = sizeof(Shared<T>);
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBytes <= kPipedSharedBytes);
   static_assert(kMostTurns * kPipedChainWarps * Baton<S>::kBytes <= kBytes);
-  if (t.width == 0 || kBytes > device.shared_bytes) return cudaErrorNotSupported;
-  const int64_t channels = problem.channels(), tiles = t.tiles;
-  const Chain chain = plan_chain(tiles, divide_up(channels, kBundle), kPipedChainWarps, kPipedTeam,
-                                 device.multiprocessors);
-  // Not where the chain would leave no multiprocessor to the tiles.
-  if (device.multiprocessors < 16 || (tiles > 1 && chain.blocks == 0)) return cudaErrorNotSupported;
-  t.chain_blocks = static_cast<uint32_t>(chain.blocks);
-  t.chain_team = chain.team;
-  const int64_t blocks = std::min(tiles * t.groups, device.multiprocessors - chain.blocks);
-
   CUtensorMap maps[3] = {};
   cudaError_t error = cudaSuccess;
   const auto encode = [&](auto tag, const Input& in, CUtensorMap& map) {
@@ -891,40 +878,40 @@ cudaError_t launch_op(const Problem& problem, const Device& device, void* worksp
   auto* memory = static_cast<unsigned char*>(workspace);
   error = cudaMemsetAsync(memory, 0xff, t.sums_offset, stream);
   if (error != cudaSuccess) return error;
-  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + kPipedPlacesOffset), tiles,
-                     static_cast<uint32_t>(channels)};
+  const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + kPipedPlacesOffset), int64_t{t.tiles},
+                     static_cast<uint32_t>(problem.channels())};
   S* const sums = reinterpret_cast<S*>(memory + t.sums_offset);
-  kernel<<<static_cast<unsigned>(chain.blocks + blocks), kThreads, kBytes, stream>>>(
+  kernel<<<t.chain_blocks + t.blocks, kThreads, kBytes, stream>>>(
       problem, t, maps[0], maps[1], maps[2], reinterpret_cast<unsigned*>(memory), mail, sums);
   error = cudaGetLastError();
   if constexpr (T::kSums) {
     if (error == cudaSuccess && problem.da_out.data) {
-      error = sum_over_tiles(problem, sums, tiles, stream);
+      error = sum_over_tiles(problem, sums, t.tiles, stream);
     }
   }
   return error;
 }
 
 template <class A, class B, class H, int kVector, PipedA kWay>
-cudaError_t launch_way(const Problem& problem, const Device& device, void* workspace,
+cudaError_t launch_way(const Problem& problem, const PipedTiling& tiling, void* workspace,
                        cudaStream_t stream) {
   using Scan = Types<Op::kScan, A, B, H, kVector, kWay>;
   using Cotangent = Types<Op::kCotangent, A, B, H, kVector, kWay>;
-  return problem.op == Op::kCotangent ? launch_op<Cotangent>(problem, device, workspace, stream)
-                                      : launch_op<Scan>(problem, device, workspace, stream);
+  return problem.op == Op::kCotangent ? launch_op<Cotangent>(problem, tiling, workspace, stream)
+                                      : launch_op<Scan>(problem, tiling, workspace, stream);
 }
 
 }  // namespace piped
 
 template <class A, class B, class H, int kVector>
-cudaError_t launch_piped(const Problem& problem, PipedA way, const Device& device, void* workspace,
+cudaError_t launch_piped(const Problem& problem, const PipedTiling& tiling, void* workspace,
                          cudaStream_t stream) {
   cudaError_t queued = cudaErrorNotSupported;
   const auto launch = [&](auto tag) {
     constexpr PipedA kWay = decltype(tag)::value;
     if constexpr (piped_takes(kWay, sizeof(B), kVector)) {
-      if (way == kWay) {
-        queued = piped::launch_way<A, B, H, kVector, kWay>(problem, device, workspace, stream);
+      if (tiling.way == kWay) {
+        queued = piped::launch_way<A, B, H, kVector, kWay>(problem, tiling, workspace, stream);
       }
     }
   };

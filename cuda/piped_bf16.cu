@@ -1,10 +1,10 @@
 #include "cuda/piped.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_piped<BFloat16, BFloat16, BFloat16, 2>(const Problem&, PipedA,
-                                                                   const Device&, void*,
+template cudaError_t launch_piped<BFloat16, BFloat16, BFloat16, 2>(const Problem&,
+                                                                   const PipedTiling&, void*,
                                                                    cudaStream_t);
-template cudaError_t launch_piped<BFloat16, BFloat16, BFloat16, 1>(const Problem&, PipedA,
-                                                                   const Device&, void*,
+template cudaError_t launch_piped<BFloat16, BFloat16, BFloat16, 1>(const Problem&,
+                                                                   const PipedTiling&, void*,
                                                                    cudaStream_t);
 }  // namespace jax_scan

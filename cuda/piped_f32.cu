@@ -1,6 +1,6 @@
 #include "cuda/piped.cuh"
 
 namespace jax_scan {
-template cudaError_t launch_piped<float, float, float, 1>(const Problem&, PipedA, const Device&,
-                                                          void*, cudaStream_t);
+template cudaError_t launch_piped<float, float, float, 1>(const Problem&, const PipedTiling&, void*,
+                                                          cudaStream_t);
 }  // namespace jax_scan

@@ -207,9 +207,9 @@ struct PipedKernel {
 inline constexpr PipedKernel kPipedKernels[] = {
     {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}},
     {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
-    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {}, {}},
     {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
-    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {64, {32, 6}, {32, 5}}, {64, {32, 6}, {32, 5}}},
+    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {}, {}},
     {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}},
     {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}}}};
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
@@ -249,8 +249,9 @@ struct PipedTiling {
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
   bool looks_back;     // for a state, to the last tiles, unless there are resets
+  PipedA way;
   bool outer_shares_a;
-  uint32_t chain_blocks;
+  uint32_t chain_blocks, blocks;  // that carry states, and that have tiles
   int32_t chain_team;
   // The workspace: a counter of the tiles handed out, the tiles' places, sums of da.
   size_t sums_offset;
@@ -261,10 +262,14 @@ struct PipedTiling {
 constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int64_t outer,
                                    int64_t time, int64_t inner) {
   PipedTiling t{};
-  if (op == Op::kTangent || inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) return t;
+  if (op == Op::kTangent || !piped_takes(way, k.b_bytes, k.vector) ||
+      inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) {
+    return t;
+  }
   const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers) return t;
   t.boxes = box > 0;
+  t.way = way;
   const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
   const int64_t lanes = width / k.vector, segments = kPipedWalkers / lanes;
   const int64_t tiles = divide_up(time, segments * steps), groups = outer * strips;
@@ -287,6 +292,26 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   t.bytes = t.sums_offset + (sums ? static_cast<size_t>(tiles) * outer * inner *
                                         static_cast<size_t>(k.state_bytes())
                                   : 0);
+  return t;
+}
+
+// Of a block.
+inline constexpr int kPipedSharedBytes = 227 * 1024;
+
+// With its blocks, and those that carry states; width 0 also where the GPU has too little shared
+// memory, or the chain would leave no multiprocessor to the tiles.
+constexpr PipedTiling plan_piped(Op op, const PipedKernel& k, PipedA way, int64_t outer,
+                                 int64_t time, int64_t inner, int multiprocessors,
+                                 int shared_bytes) {
+  PipedTiling t = piped_tiling(op, k, way, outer, time, inner);
+  if (t.width == 0 || multiprocessors < 16 || shared_bytes < kPipedSharedBytes) return {};
+  const Chain chain = plan_chain(t.tiles, divide_up(outer * inner, kBundle), kPipedChainWarps,
+                                 kPipedTeam, multiprocessors);
+  if (t.tiles > 1 && chain.blocks == 0) return {};
+  t.chain_blocks = static_cast<uint32_t>(chain.blocks);
+  t.chain_team = chain.team;
+  t.blocks =
+      static_cast<uint32_t>(std::min(int64_t{t.tiles} * t.groups, multiprocessors - chain.blocks));
   return t;
 }
 
@@ -688,7 +713,8 @@ JAX_SCAN_HD constexpr int walked_vector(int bytes) { return bytes == 2 ? 2 : 16 
 inline constexpr int64_t kWalkedThreadsWanted = 200;
 
 // Short times of many channels: a thread for each is enough, and other paths take long to begin. Of
-// the limit on an H200, here and elsewhere, forward and backward, lines being (channels,time,1):
+// the limit on an H200, in walked.cuh and then in the best of the others, forward and backward;
+// lines are (channels,time,1):
 // clang-format off
 //   fp32 (4096,1,32)    0.51  0.44  0.11 0.09    fp32 (4096,16,33)  0.73  0.74  0.55 0.58
 //   fp32 (4096,64,32)   0.79  0.85  0.60 0.64    fp32 (512,16,32)   0.47  0.41  0.39 0.34
@@ -699,16 +725,16 @@ inline constexpr int64_t kWalkedThreadsWanted = 200;
 //   a of (D,): fp32 (4096,16,32) 0.65 0.68  0.41 0.23    (4096,64,32) 0.665 0.74  0.79 0.50
 // clang-format on
 // `bytes`: of b.
-constexpr bool is_short(Op op, int bytes, bool shares_a, int64_t channels, int64_t time,
-                        int64_t inner) {
+constexpr bool pays_to_walk(Op op, int bytes, bool shares_a, int64_t channels, int64_t time,
+                            int64_t inner) {
   if (inner == 1) return time <= 96 && time * 100 <= channels;
   if (bytes == 2) return time <= 32 && time * 2048 <= channels;
   return time <= (op == Op::kScan && shares_a ? 32 : 64) && time * 800 <= channels;
 }
 
 // Steps times channels of a block of boxed.cuh below which many of these have no time to get going:
-// fp32 (64,8,4096) 0.83 0.81 of the limit here and 0.69 0.82 there, (64,16,4096) 0.88 0.83 and 0.88
-// 0.93; bf16 (64,8,4096) 0.41 0.36 and 0.34 0.58.
+// of the limit on an H200, in walked.cuh and in boxed.cuh, fp32 (64,8,4096) 0.83 0.81 and 0.69
+// 0.82, (64,16,4096) 0.88 0.83 and 0.88 0.93; bf16 (64,8,4096) 0.41 0.36 and 0.34 0.58.
 constexpr int64_t least_boxed(int bytes) { return bytes == 2 ? 2048 : 4096; }
 
 // Where a is the same for several channels, da is summed over these.
@@ -849,6 +875,7 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
     for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      if (!piped_takes(way, k.b_bytes, k.vector)) continue;
       const int steps = std::min(k.ring(Op::kScan, way).steps, k.ring(Op::kCotangent, way).steps);
       const size_t shortest = divide_up(time, steps);
       piped = std::max(piped, shortest * bytes * (way == PipedA::kFixed ? 7 : 5) / 2);

@@ -616,7 +616,9 @@ class _CudaBridge(_CpuBridge):
     Back: the export is given torch's current stream, and makes it wait for the result. The operands
     have been read by then, so torch may write to them, or use their memory again, in the order of
     its stream. Therefore no array but the first has to keep its tensor, and one made for an address
-    serves every later tensor at that address: an import takes 20 to 30 us of a queue.
+    serves every later tensor at that address: an import takes 20 to 30 us of a queue. Such arrays
+    stand in jax.live_arrays(), and are to be read by no one else: torch may have given their memory
+    away.
     Freed results: JAX would give their memory to its next computation, and knows nothing of reads
     that torch has queued since. Each array is therefore held until its tensor's storage is gone,
     and from then on until torch has done what it had queued, or until the next call, before which
@@ -629,6 +631,8 @@ class _CudaBridge(_CpuBridge):
         self.streams: dict[int, tuple[int, torch.cuda.Stream, torch.cuda.Event]] = {}
         self.jax_stream = self.stream(self.jax_device.get_stream_for_external_ready_events())
         self.views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
+        # Other allocators of torch refuse record_stream for memory that is not theirs.
+        self.keeps_addresses = torch.cuda.get_allocator_backend() == "native"
         self.legacy_stream = 0 if torch.version.hip else 1  # DLPack's name for the default stream
         self.live: dict[int, tuple[weakref.ref, jax.Array]] = {}
         self.freed: list[tuple[int, torch.cuda.Stream, jax.Array]] = []
@@ -637,6 +641,8 @@ class _CudaBridge(_CpuBridge):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("linear_scan: a torch CUDA graph cannot record a call into JAX")
         pointer, current, event = self.current()
+        # Before the event: what is freed later may have reads behind it.
+        freed, self.freed = self.freed, []
         event.record(current)
         if _import_capsule is None:
             arrays = self.import_all(tensors, lambda pointer: event.wait(self.stream(pointer)))
@@ -646,9 +652,12 @@ class _CudaBridge(_CpuBridge):
             capsule, stream = torch.to_dlpack(first), self.jax_stream.cuda_stream
             arrays = [_import_capsule(capsule, self.jax_device, stream)]
             for tensor in others:
-                tensor.record_stream(current)  # nothing, unless it was allocated on another
-                arrays.append(self.view(tensor))
-        freed, self.freed = self.freed, []
+                if self.keeps_addresses:
+                    tensor.record_stream(current)  # nothing, unless it was allocated on another
+                    arrays.append(self.view(tensor))
+                else:
+                    capsule = torch.to_dlpack(tensor)
+                    arrays.append(_import_capsule(capsule, self.jax_device, None))
         self.freed.extend([f for f in freed if f[0] != pointer and not f[1].query()])
         return arrays, pointer or self.legacy_stream
 
@@ -660,8 +669,9 @@ class _CudaBridge(_CpuBridge):
         pointer = torch._C._cuda_getCurrentRawStream(self.index)
         found = self.streams.get(pointer)
         if found is None:
-            stream = torch.cuda.current_stream(self.index)
-            found = self.streams[pointer] = pointer, stream, torch.cuda.Event()
+            stream, event = torch.cuda.current_stream(self.index), torch.cuda.Event()
+            event.record(stream)  # which creates it, before other threads see it
+            found = self.streams.setdefault(pointer, (pointer, stream, event))
         return found
 
     def view(self, tensor: torch.Tensor) -> jax.Array:
