@@ -509,6 +509,7 @@ __device__ __forceinline__ Composed<S> power(S a) {
   }
 }
 // What `count` steps with the factor `a` multiply by, in all: kMost of them, as a rule.
+// Of kMost steps, or of fewer one by one.
 template <int kMost, class S>
 __device__ __forceinline__ Composed<S> power(S a, int count) {
   if (count == kMost) return power<kMost>(a);
