@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -150,7 +151,7 @@ def checked(
     if reset is not None:
         reset = _reset(reset)
         operands["reset"] = _align(
-            "reset", reset, b, every[: axis + 1], "b's shape up to the time axis"
+            "reset", reset, b, every[: axis + 1], "b's shape up to and including time"
         )
 
     if not isinstance(b.shape[axis], int):
@@ -295,6 +296,10 @@ def _is_complex(dtype: Any) -> bool:
     return np.issubdtype(dtype, np.complexfloating)
 
 
+_SHORT = reprlib.Repr()  # a list may be long
+_SHORT.maxother = 100
+
+
 def _kind(x: Any) -> str:
     if isinstance(x, Tracer):
         return f"a value traced by JAX ({jax.typeof(x).str_short()}); it must be static"
@@ -302,4 +307,4 @@ def _kind(x: Any) -> str:
         return f"a torch {type(x).__name__}; jax_scan.torch.linear_scan takes those"
     if isinstance(x, np.ma.MaskedArray):
         return "a masked array; x.filled(...) makes a plain one"
-    return "None" if x is None else f"{x!r} of type {type(x).__name__}"
+    return "None" if x is None else f"{_SHORT.repr(x)} of type {type(x).__name__}"

@@ -89,7 +89,7 @@ def linear_scan(
 
     Args:
       a: factors; broadcasts to b's shape (missing leading axes, axes of size 1) and is not expanded
-      in memory.
+        in memory.
       b: (..., L, D) with the default axis: any rank from 1 up, any sizes, zero included.
       h0: the state before the first step, b's shape without the time axis, or broadcastable to it.
         Without it the first output is b_0, whatever a_0 holds.

@@ -203,7 +203,8 @@ class Oracle:
         for t in range(self.length):
             most = np.where(self.cut[t], size[t], np.fmax(most, size[t]))
             largest[t] = most
-        return self.tiny * (2 + largest)
+        # A complex product has two real ones in each part, of which each may lose as much.
+        return self.tiny * (2 + largest) * (1 if self.roundings == 2 else 8**0.5)
 
     def _previous(self, x, initial):
         out = np.zeros_like(x)

@@ -163,6 +163,9 @@ PYTHON = [
     bad("a is a string", TypeError, f"a {KINDS}, got 'a' of type str")(scan, "a", B),
     bad("a is a bool", TypeError, f"a {KINDS}, got True of type bool")(scan, True, B),
     bad("a is a type", TypeError, f"a {KINDS}, got <class 'numpy.float32'>")(scan, np.float32, B),
+    bad("b is a long list", TypeError, f"b {KINDS}, got [0, 1, 2, 3, 4, 5, ...] of type list")(
+        scan, B, list(range(100000))
+    ),
     bad("b is a function", TypeError, f"b {KINDS}, got <ufunc 'sin'>")(scan, B, np.sin),
     bad("b is a shape", TypeError, f"b {KINDS}, got ShapeDtypeStruct")(
         scan, B, jax.ShapeDtypeStruct((2, 5, 3), np.float32)
@@ -252,7 +255,7 @@ PYTHON = [
     ),
     bad("h0 of the wrong size", ValueError, "h0 of shape (5,) does not")(scan, B, B, B[0, :, 0]),
     bad("h0 of the wrong batch", ValueError, "h0 of shape (3, 3) does not")(scan, B, B, B[0, :3]),
-    bad("reset with channels", ValueError, "reset of shape (2, 5, 3)", "the time axis, (2, 5)")(
+    bad("reset with channels", ValueError, "reset of shape (2, 5, 3)", "including time, (2, 5)")(
         scan, B, B, reset=B > 0
     ),
     bad("reset too short", ValueError, "reset of shape (4,) does not")(
