@@ -87,8 +87,9 @@ struct Types {
       piped_kernel(sizeof(A), sizeof(B), !std::is_same_v<S, R>, kVector);
   static constexpr int kSteps = kKernel.ring(kOp, kWay).steps;
   static constexpr int kStages = kKernel.ring(kOp, kWay).stages;
-  // Steps whose operands are in registers at a time.
-  static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kSteps / 2;
+  // Steps whose operands are in registers at a time. On 12.0 fewer, as seven are spilled there.
+  static constexpr bool kFewRegisters = kMajor >= 12 && sizeof(S) == 8 && kWay == PipedA::kRuns;
+  static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kFewRegisters ? 2 : kSteps / 2;
   static_assert(kSteps % kChunk == 0 && kSteps <= 32);
 };
 

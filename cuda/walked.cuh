@@ -12,9 +12,9 @@ namespace jax_scan {
 
 namespace walked {
 
-// Steps that are read together.
-template <int V>
-inline constexpr int kSteps = V == 1 ? 8 : 4;
+// Steps that are read together. Of 16 bits half as many on 10.0, where more are spilled.
+template <class B, int V>
+inline constexpr int kSteps = (V == 1 ? 8 : 4) / (sizeof(B) == 2 && kMajor == 10 ? 2 : 1);
 
 // An operand at V neighbouring channels, which may share it, from the walk's first step on.
 template <class T, class S, int V>
@@ -88,7 +88,7 @@ template <Op kOp, class A, class B, int V>
 __global__ void __launch_bounds__(kWalkedThreads) walked_kernel(const __grid_constant__ Problem p) {
   using namespace walked;
   using S = StateOf<B>;
-  constexpr int N = kSteps<V>;
+  constexpr int N = kSteps<B, V>;
   constexpr bool kCotangent = kOp == Op::kCotangent;
   const uint32_t channel = (blockIdx.x * kWalkedThreads + threadIdx.x) * V;  // the first one
   if (channel >= p.channels()) return;
