@@ -14,8 +14,10 @@ from jax import lax
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_BATCH = {"gpu": 8e-3, "cpu": 4e-3}  # seconds of work between two looks at the clock
+# Seconds of work between two looks at the clock; on a GPU with the launches of single programs.
+_BATCH = {"gpu": 24e-3, "cpu": 4e-3}
 _ROUNDS = 7
+_QUEUE = 24  # programs: JAX queues no more than 32 before it waits itself
 
 
 class Timed(NamedTuple):
@@ -35,9 +37,9 @@ def in_turns(candidates: dict[str, Timed], seconds: float) -> dict[str, float]:
 
     They take turns, so that clocks, temperature and neighbours are the same for all. A turn is one
     program or, if they are short, several: on a CPU, where they would share the cores, one after
-    the other; on a GPU a queue of them, and of a long queue the time that it takes beyond a short
-    one, which leaves out the first launch of a turn (0.5 to 0.8 ms, until which the GPU has
-    nothing to do). What is slow has fewer turns, down to a single one.
+    the other; on a GPU a queue of them, timed from the end of its first third, so that the first
+    launch of a turn (0.5 to 0.8 ms, until which the GPU has nothing to do) is left out. What is
+    slow has fewer turns, down to a single one.
     """
     batch = _BATCH.get(jax.default_backend(), 1e-3)
     programs: dict[str, int] = {}
@@ -65,8 +67,21 @@ def _turn(candidate: Timed, programs: int) -> float:
     """Seconds for one program."""
     if jax.default_backend() == "cpu":
         return _run(candidate, programs) / programs
-    short = max(1, programs // 2)
-    return (_run(candidate, 3 * short) - _run(candidate, short)) / (2 * short)
+    third = max(1, programs // 2)
+    if third > _QUEUE // 3 or candidate.wait is not jax.block_until_ready:
+        # What is native can be waited for as a whole only, and starts within microseconds.
+        return (_run(candidate, 3 * third) - _run(candidate, third)) / (2 * third)
+    # All are queued before one is waited for: how long that takes differs by a tenth of a turn.
+    for _ in range(third - 1):
+        candidate.start()
+    first = candidate.start()
+    for _ in range(2 * third - 1):
+        candidate.start()
+    last = candidate.start()
+    candidate.wait(first)
+    begin = time.perf_counter()
+    candidate.wait(last)
+    return (time.perf_counter() - begin) / (2 * third)
 
 
 def _run(candidate: Timed, programs: int) -> float:
