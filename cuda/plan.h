@@ -846,6 +846,71 @@ constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps,
   return {};
 }
 
+// ---- One wave over all multiprocessors (resident.cuh) ----
+
+inline constexpr int kResidentWarps = 16;  // of a block, at most
+// Steps of a segment that are in registers, of a scan for which shared memory does not suffice.
+inline constexpr int kResidentHeld = 12;
+inline constexpr int kResidentBytes = 15 * 1024;  // of a block's shared memory, beside operands
+// More than any GPU has room for, and the fewest steps of a piece: what the workspace is sized by.
+inline constexpr int64_t kMostResident = int64_t{1} << 23;
+inline constexpr int kShortestPiece = 128;
+
+struct ResidentPlan {
+  int64_t blocks = 0;      // 0: not a problem for this path
+  int32_t pieces = 0;      // of a strip
+  int32_t strips = 0;      // of an outer index
+  int32_t lanes_log2 = 0;  // channels of a strip
+  int32_t warps = 0;       // of a block
+  int32_t steps = 0;       // of a segment, in shared memory
+  int32_t held = 0;        // and in registers
+  bool line = false;
+  bool boxes = false;  // strips are parts of rows
+  int32_t shared_bytes = 0;
+  int32_t most_bytes = 0;  // that a block of the GPU can have
+};
+
+// `bytes`: of an element.
+constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t outer, int64_t time,
+                                     int64_t inner, int multiprocessors, int shared_bytes) {
+  ResidentPlan plan;
+  const int64_t vector = 16 / bytes;  // elements that are copied in one
+  const bool whole_rows = inner == 1 || inner == 2 || inner == 4 || inner == 8 || inner == 16;
+  if (whole_rows ? time * inner % vector != 0 : inner < 32 || inner % vector != 0) return {};
+  const int64_t width = whole_rows ? inner : 32;
+  plan.line = inner <= 4;
+  plan.boxes = !whole_rows;
+  while ((int64_t{1} << plan.lanes_log2) < width) ++plan.lanes_log2;
+  plan.strips = static_cast<int32_t>(divide_up(inner, width));
+  plan.most_bytes = shared_bytes - kResidentBytes;
+  const int64_t all_strips = outer * plan.strips;
+  if (outer * time * inner > kMostResident || 2 * all_strips > multiprocessors) return {};
+  const int64_t most_pieces = multiprocessors / all_strips;
+  for (const int held : {0, kResidentHeld}) {
+    if (held > 0 && (plan.line || op == Op::kCotangent)) break;
+    // The number of warps with which the longest piece is shortest.
+    int64_t shortest = INT64_MAX;
+    for (int warps = kResidentWarps; warps > kResidentWarps / 2; --warps) {
+      const int64_t segments = warps * 32 / width;
+      int64_t steps = std::max(divide_up(time, most_pieces * segments) - held, int64_t{1});
+      if (width < 32) steps |= 1;  // no two threads meet in a bank
+      const int64_t length = segments * (steps + held);
+      const int64_t all = (uses_h ? 3 : 2) * 32 * warps * steps * bytes + 16 * warps;
+      if (all > plan.most_bytes || length >= std::min(shortest, time)) continue;
+      if (length < kShortestPiece) continue;
+      shortest = length;
+      plan.warps = warps;
+      plan.steps = static_cast<int32_t>(steps);
+      plan.held = held;
+      plan.shared_bytes = static_cast<int32_t>(all);
+      plan.pieces = static_cast<int32_t>(divide_up(time, length));
+      plan.blocks = all_strips * plan.pieces;
+    }
+    if (plan.blocks > 0) break;
+  }
+  return plan;
+}
+
 // ---- The workspace ----
 
 // What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps.
@@ -862,7 +927,13 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
       piped = std::max(piped, piped_tiling(op, k, way, outer, time, inner).bytes);
     }
   }
-  return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
+  // A piece tells 16 bytes for each lane.
+  size_t resident = 0;
+  if (state == DType::kF32 && outer * time * inner <= kMostResident && time > kShortestPiece) {
+    const int64_t lanes = outer * (inner < 32 ? inner : divide_up(inner, int64_t{32}) * 32);
+    resident = static_cast<size_t>(lanes * divide_up(time, int64_t{kShortestPiece})) * 16;
+  }
+  return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped, resident});
 }
 
 // n channels of a longer call never need more than n times this.
