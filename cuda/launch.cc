@@ -598,8 +598,9 @@ cudaError_t run_resident(const Call& c) {
   const ResidentPlan plan =
       plan_resident(p.op, byte_size(c.types.a), p.op == Op::kCotangent && p.h.data, p.outer, p.time,
                     p.inner, c.device.multiprocessors, c.device.shared_bytes);
-  return plan.blocks > 0 ? launch_resident<float>(p, plan, c.workspace, c.stream)
-                         : cudaErrorNotSupported;
+  const bool taken =
+      plan.blocks > 0 && (c.by_name || pays_to_reside(plan, p.outer, p.time, p.inner));
+  return taken ? launch_resident<float>(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
 
 cudaError_t run_cluster(const Call& c) {

@@ -911,6 +911,33 @@ constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t oute
   return plan;
 }
 
+// Where clusters take all of time, they are faster, and where a strip has few pieces, as many
+// blocks share what pipelines keep busy. us on an H200 here and in the best of the others, forward
+// and backward, three sets of arrays by turns; -: more than there is room for.
+// clang-format off
+//   (1,262144,16)   20.6 -    23.3 32.4    (1,1048576,1)  8.1 11.6  10.2 14.2
+//   (1,65536,64)    19.8 -    23.6 29.9    (1,262144,1)   5.9  6.5   7.7  9.1
+//   (1,50000,64)    16.1 -    20.6 23.4    (1,65536,1)    5.8  6.5   8.0  9.5
+//   (1,32768,64)    12.6 16.3 15.5 18.5    (1,32768,1)    5.4  6.0   3.4  4.1
+//   (1,16384,64)     7.2 10.6  9.2 14.1    (16,65536,1)   8.1 11.7   9.9 14.3
+//   (1,8192,64)      6.1  6.9  4.4  6.0    (8,131072,1)   8.5 12.2   9.0 13.5
+//   (1,131072,16)   13.4 15.8 16.4 21.1    (32,32768,1)   8.2 11.4   6.4 12.1
+//   (1,32768,16)     6.2  7.1  8.8 10.2    (4,262144,2)  14.2 17.6  35.7 58.3
+//   (1,16384,16)     5.7  6.2  4.8  6.6    (1,262144,4)   7.9 11.4  14.9 22.2
+//   (1,16384,128)   12.5 15.9 13.6 22.5    (1,16384,4)    6.0  6.6   7.0 10.0
+//   (8,16384,16)    12.8 15.3 14.1 20.8    (1,32768,128) 19.4 -     20.2 29.0
+//   (8,8192,32)     12.6 15.7 12.2 16.4    (1,16384,256) 19.2 -     19.1 28.1
+//   (1,2048,1024)   12.4 15.5 10.5 14.3
+// clang-format on
+constexpr bool pays_to_reside(const ResidentPlan& plan, int64_t outer, int64_t time,
+                              int64_t inner) {
+  constexpr int64_t kOfClusters = 16384;  // steps, in rows; in lines twice as many
+  if (inner == 1) return time > 2 * kOfClusters;
+  if (plan.held > 0 && plan.pieces < 24) return false;
+  const bool is_small = inner > 4 && outer * time * inner < int64_t{1} << 20;
+  return is_small ? time > kOfClusters : time >= kOfClusters;
+}
+
 // ---- The workspace ----
 
 // What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps.
