@@ -88,6 +88,7 @@ struct Kernels {
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
   Piped piped = nullptr;
   Piped piped_pairs = nullptr;  // a thread holds two channels
+  cudaError_t (*resident)(const Problem&, const ResidentPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*lined)(const Problem&, const LinedPlan&, cudaStream_t) = nullptr;
   cudaError_t (*walked)(const Problem&, cudaStream_t) = nullptr;
   cudaError_t (*walked_vectors)(const Problem&, cudaStream_t) = nullptr;
@@ -101,7 +102,10 @@ Kernels kernels() {
   k.boxed = launch_boxed<A, B, B>;
   k.piped = launch_piped<A, B, B, 1>;
   if constexpr (sizeof(B) == 2) k.piped_pairs = launch_piped<A, B, B, 2>;
-  if constexpr (std::is_same_v<A, B>) k.lined = launch_lined<A>;
+  if constexpr (std::is_same_v<A, B>) {
+    k.lined = launch_lined<A>;
+    if constexpr (sizeof(A) <= 4) k.resident = launch_resident<A>;
+  }
   constexpr int kVector = walked_vector(sizeof(B));
   k.walked = launch_walked<A, B, 1>;
   k.walked_vectors = launch_walked<A, B, kVector>;
@@ -470,11 +474,10 @@ bool fits_resident(const Problem& p, StreamTypes types) {
   const auto is_state = [&](const Input& in) {
     return !in.data || (in.dtype == p.state && in.at.outer_axes <= 1 && in.at.inner_axes <= 1);
   };
-  return types.a == DType::kF32 && p.state == DType::kF32 && p.op != Op::kTangent &&
-         !p.reset.data && !p.da_over_time && !p.da_over_runs() && p.a.data && p.x.data &&
-         contiguous(p, p.a, types.a) && contiguous(p, p.x, types.a) &&
-         contiguous(p, p.h, types.a) && is(p.y) && is(p.da_out) && is_state(p.init) &&
-         is_state(p.h0) && (!p.final.data || p.final.dtype == p.state) &&
+  return p.state == DType::kF32 && p.op != Op::kTangent && !p.reset.data && !p.da_over_time &&
+         !p.da_over_runs() && p.a.data && p.x.data && contiguous(p, p.a, types.a) &&
+         contiguous(p, p.x, types.a) && contiguous(p, p.h, types.a) && is(p.y) && is(p.da_out) &&
+         is_state(p.init) && is_state(p.h0) && (!p.final.data || p.final.dtype == p.state) &&
          (p.h.data || !p.da_out.data);
 }
 
@@ -592,15 +595,16 @@ cudaError_t run_sequential(const Call& c) {
 
 cudaError_t run_resident(const Call& c) {
   const Problem& p = c.p;
-  if (c.device.capability_major < 9 || !c.device.cooperative || !fits_resident(p, c.types)) {
+  if (c.device.capability_major < 9 || !c.device.cooperative || !c.kernels.resident ||
+      !fits_resident(p, c.types)) {
     return cudaErrorNotSupported;
   }
   const ResidentPlan plan =
       plan_resident(p.op, byte_size(c.types.a), p.op == Op::kCotangent && p.h.data, p.outer, p.time,
                     p.inner, c.device.multiprocessors, c.device.shared_bytes);
-  const bool taken =
-      plan.blocks > 0 && (c.by_name || pays_to_reside(plan, p.outer, p.time, p.inner));
-  return taken ? launch_resident<float>(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
+  const bool taken = plan.blocks > 0 && (c.by_name || pays_to_reside(plan, byte_size(c.types.a),
+                                                                     p.outer, p.time, p.inner));
+  return taken ? c.kernels.resident(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
 }
 
 cudaError_t run_cluster(const Call& c) {

@@ -878,7 +878,7 @@ constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t oute
   const bool whole_rows = inner == 1 || inner == 2 || inner == 4 || inner == 8 || inner == 16;
   if (whole_rows ? time * inner % vector != 0 : inner < 32 || inner % vector != 0) return {};
   const int64_t width = whole_rows ? inner : 32;
-  plan.line = inner <= 4;
+  plan.line = inner * bytes < 32;
   plan.boxes = !whole_rows;
   while ((int64_t{1} << plan.lanes_log2) < width) ++plan.lanes_log2;
   plan.strips = static_cast<int32_t>(divide_up(inner, width));
@@ -887,17 +887,19 @@ constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t oute
   if (outer * time * inner > kMostResident || 2 * all_strips > multiprocessors) return {};
   const int64_t most_pieces = multiprocessors / all_strips;
   for (const int held : {0, kResidentHeld}) {
-    if (held > 0 && (plan.line || op == Op::kCotangent)) break;
+    if (held > 0 && (plan.line || op == Op::kCotangent || bytes != 4)) break;
     // The number of warps with which the longest piece is shortest.
     int64_t shortest = INT64_MAX;
     for (int warps = kResidentWarps; warps > kResidentWarps / 2; --warps) {
       const int64_t segments = warps * 32 / width;
-      int64_t steps = std::max(divide_up(time, most_pieces * segments) - held, int64_t{1});
-      if (width < 32) steps |= 1;  // no two threads meet in a bank
+      int64_t steps =
+          std::max(divide_up(time, most_pieces * segments), divide_up(kShortestPiece, segments));
+      steps = std::max(steps - held, int64_t{1});
+      if (width < 32) steps |= 1;                        // no two threads meet in a bank
+      if (plan.boxes && bytes == 2) steps += steps & 1;  // boxes lie 128 bytes apart
       const int64_t length = segments * (steps + held);
       const int64_t all = (uses_h ? 3 : 2) * 32 * warps * steps * bytes + 16 * warps;
       if (all > plan.most_bytes || length >= std::min(shortest, time)) continue;
-      if (length < kShortestPiece) continue;
       shortest = length;
       plan.warps = warps;
       plan.steps = static_cast<int32_t>(steps);
@@ -929,13 +931,17 @@ constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t oute
 //   (8,8192,32)     12.6 15.7 12.2 16.4    (1,16384,256) 19.2 -     19.1 28.1
 //   (1,2048,1024)   12.4 15.5 10.5 14.3
 // clang-format on
-constexpr bool pays_to_reside(const ResidentPlan& plan, int64_t outer, int64_t time,
+// In 16 bits clusters take less. Of the limit, (1,65536,64) 0.49 0.62 here and 0.48 0.60 in
+// piped.cuh, (1,32768,64) 0.27 0.53 and 0.23 0.48, (1,262144,16) 0.51 0.60 and 0.405 0.52,
+// (1,16384,16) 0.24 0.24 and 0.16 0.17, (32,32768,1) 0.24 0.26 and 0.20 0.20, (1,1048576,4) 0.45
+// 0.55 and 0.20 0.18.
+constexpr bool pays_to_reside(const ResidentPlan& plan, int bytes, int64_t outer, int64_t time,
                               int64_t inner) {
-  constexpr int64_t kOfClusters = 16384;  // steps, in rows; in lines twice as many
-  if (inner == 1) return time > 2 * kOfClusters;
+  if (inner == 1) return bytes == 2 ? time >= 32768 : time > 32768;
   if (plan.held > 0 && plan.pieces < 24) return false;
-  const bool is_small = inner > 4 && outer * time * inner < int64_t{1} << 20;
-  return is_small ? time > kOfClusters : time >= kOfClusters;
+  const bool is_small = outer * time * inner < int64_t{1} << 20;
+  const bool has_clusters = bytes == 4 && inner > 4 && is_small;
+  return has_clusters ? time > 16384 : time >= 16384;
 }
 
 // ---- The workspace ----

@@ -505,8 +505,10 @@ cudaError_t launch_resident(const Problem& p, const ResidentPlan& plan, void* wo
   const auto launch = p.op == kCotangent ? plan.line ? launch_op<kCotangent, T, true, 0>
                                                      : launch_op<kCotangent, T, false, 0>
                       : plan.line        ? launch_op<kScan, T, true, 0>
-                      : plan.held > 0    ? launch_op<kScan, T, false, kResidentHeld>
                                          : launch_op<kScan, T, false, 0>;
+  if constexpr (sizeof(T) == 4) {
+    if (plan.held > 0) return launch_op<kScan, T, false, kResidentHeld>(p, plan, workspace, stream);
+  }
   return launch(p, plan, workspace, stream);
 }
 

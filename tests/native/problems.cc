@@ -961,7 +961,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   const bool few = draw_lines(c, limits) || draw_blocks(c, limits, plain);
   const bool waves = !few && draw_waves(c, limits);
   plain = plain || waves;
-  if (plain) type = of_a = c.state;
+  constexpr DType kReal[] = {DType::kF32, DType::kF32, DType::kBF16, DType::kF16};
+  if (plain) type = of_a = waves ? kReal[c.seed % 4] : c.state;
   free = free && !plain;
   const bool sums =
       !few && !waves && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);

@@ -199,11 +199,11 @@ void check_lined(Op op, int64_t channels, int64_t time) {
 void check_resident(Op op, int64_t outer, int64_t time, int64_t inner) {
   if (op == Op::kTangent) return;
   for (const int multiprocessors : {2, 78, 132, 160}) {
-    for (const bool uses_h : {false, true}) {
-      if (uses_h && op == Op::kScan) continue;
+    for (const int bytes : {2, 4}) {
+      const bool uses_h = op == Op::kCotangent && time % 2 == 0;
       const int shared_bytes = (time % 3 == 0 ? 99 : 227) * 1024;
       const ResidentPlan plan =
-          plan_resident(op, 4, uses_h, outer, time, inner, multiprocessors, shared_bytes);
+          plan_resident(op, bytes, uses_h, outer, time, inner, multiprocessors, shared_bytes);
       if (plan.blocks == 0) continue;
       const auto holds = [&](bool what, const char* text) {
         expect(what, text, op, outer, time, inner, DType::kF32);
@@ -218,10 +218,11 @@ void check_resident(Op op, int64_t outer, int64_t time, int64_t inner) {
                 (plan.boxes || width == inner),
             "strips cover channels");
       holds(plan.warps >= 1 && plan.warps <= kResidentWarps && plan.steps >= 1 &&
-                (!plan.boxes || plan.steps <= 256) && (width == 32 || plan.steps % 2 == 1),
+                (!plan.boxes || plan.steps <= 256) &&
+                (width == 32 ? bytes * plan.steps % 4 == 0 : plan.steps % 2 == 1),
             "segments of a block");
       const int64_t operands = uses_h ? 3 : 2;
-      holds(operands * plan.warps * 32 * plan.steps * 4 <= plan.shared_bytes &&
+      holds(operands * plan.warps * 32 * plan.steps * bytes <= plan.shared_bytes &&
                 plan.shared_bytes <= plan.most_bytes &&
                 plan.most_bytes + kResidentBytes <= shared_bytes,
             "shared memory of a piece");
