@@ -26,8 +26,8 @@ namespace {
 
 constexpr int kSets = 3;
 constexpr size_t kArena = size_t{9} << 30, kWorkspace = size_t{512} << 20;
-const char* const kNames[] = {"boxed", "walked", "cluster", "sequential",
-                              "lined", "piped",  "chained", "general"};
+const char* const kNames[] = {"boxed", "walked", "resident", "cluster", "sequential",
+                              "lined", "piped",  "chained",  "general"};
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == sizeof(kPaths) / sizeof(kPaths[0]));
 
 void demand(cudaError_t error) {

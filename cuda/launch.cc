@@ -88,6 +88,7 @@ struct Kernels {
   cudaError_t (*boxed)(const Problem&, const BoxedPlan&, void*, cudaStream_t) = nullptr;
   Piped piped = nullptr;
   Piped piped_pairs = nullptr;  // a thread holds two channels
+  cudaError_t (*resident)(const Problem&, const ResidentPlan&, void*, cudaStream_t) = nullptr;
   cudaError_t (*lined)(const Problem&, const LinedPlan&, cudaStream_t) = nullptr;
   cudaError_t (*walked)(const Problem&, cudaStream_t) = nullptr;
   cudaError_t (*walked_vectors)(const Problem&, cudaStream_t) = nullptr;
@@ -101,7 +102,10 @@ Kernels kernels() {
   k.boxed = launch_boxed<A, B, B>;
   k.piped = launch_piped<A, B, B, 1>;
   if constexpr (sizeof(B) == 2) k.piped_pairs = launch_piped<A, B, B, 2>;
-  if constexpr (std::is_same_v<A, B>) k.lined = launch_lined<A>;
+  if constexpr (std::is_same_v<A, B>) {
+    k.lined = launch_lined<A>;
+    if constexpr (sizeof(A) <= 4) k.resident = launch_resident<A>;
+  }
   constexpr int kVector = walked_vector(sizeof(B));
   k.walked = launch_walked<A, B, 1>;
   k.walked_vectors = launch_walked<A, B, kVector>;
@@ -206,6 +210,7 @@ cudaError_t current_device(Device& device) {
   ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.shared_bytes);
   ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.multiprocessor_shared_bytes);
   ask(cudaDevAttrComputeCapabilityMajor, device.capability_major);
+  ask(cudaDevAttrCooperativeLaunch, device.cooperative);
   return error;
 }
 
@@ -461,6 +466,21 @@ bool fits_lined(const Problem& p, StreamTypes types) {
          whole(p.h) && is(p.y) && is(p.da_out) && (p.h.data || !p.da_out.data);
 }
 
+// Whole arrays, all of one type, from 16 bytes on.
+bool fits_resident(const Problem& p, StreamTypes types) {
+  const auto is = [&](const Output& out) {
+    return !out.data || (out.dtype == types.a && aligned(out.data));
+  };
+  const auto is_state = [&](const Input& in) {
+    return !in.data || (in.dtype == p.state && in.at.outer_axes <= 1 && in.at.inner_axes <= 1);
+  };
+  return p.state == DType::kF32 && p.op != Op::kTangent && !p.reset.data && !p.da_over_time &&
+         !p.da_over_runs() && p.a.data && p.x.data && contiguous(p, p.a, types.a) &&
+         contiguous(p, p.x, types.a) && contiguous(p, p.h, types.a) && is(p.y) && is(p.da_out) &&
+         is_state(p.init) && is_state(p.h0) && (!p.final.data || p.final.dtype == p.state) &&
+         (p.h.data || !p.da_out.data);
+}
+
 // A call, and what its path depends on.
 struct Call {
   const Problem& p;
@@ -573,6 +593,20 @@ cudaError_t run_sequential(const Call& c) {
   return c.kernels.sequential(p, plan, c.workspace, c.stream);
 }
 
+cudaError_t run_resident(const Call& c) {
+  const Problem& p = c.p;
+  if (c.device.capability_major < 9 || !c.device.cooperative || !c.kernels.resident ||
+      !fits_resident(p, c.types)) {
+    return cudaErrorNotSupported;
+  }
+  const ResidentPlan plan =
+      plan_resident(p.op, byte_size(c.types.a), p.op == Op::kCotangent && p.h.data, p.outer, p.time,
+                    p.inner, c.device.multiprocessors, c.device.shared_bytes);
+  const bool taken = plan.blocks > 0 && (c.by_name || pays_to_reside(plan, byte_size(c.types.a),
+                                                                     p.outer, p.time, p.inner));
+  return taken ? c.kernels.resident(p, plan, c.workspace, c.stream) : cudaErrorNotSupported;
+}
+
 cudaError_t run_cluster(const Call& c) {
   const ClusterKernel cluster = cluster_for(c.p, c.types);
   if (c.device.capability_major < 9 || !cluster.launch) return cudaErrorNotSupported;
@@ -636,10 +670,11 @@ constexpr struct {
   cudaError_t (*run)(const Call&);
   bool sums_da;  // over runs of channels
 } kPaths[] = {
-    {Path::kBoxed, run_boxed, true},      {Path::kWalked, run_walked, false},
-    {Path::kCluster, run_cluster, false}, {Path::kSequential, run_sequential, true},
-    {Path::kLined, run_lined, false},     {Path::kPiped, run_piped, false},
-    {Path::kChained, run_chained, false}, {Path::kGeneral, run_general, false},
+    {Path::kBoxed, run_boxed, true},           {Path::kWalked, run_walked, false},
+    {Path::kResident, run_resident, false},    {Path::kCluster, run_cluster, false},
+    {Path::kSequential, run_sequential, true}, {Path::kLined, run_lined, false},
+    {Path::kPiped, run_piped, false},          {Path::kChained, run_chained, false},
+    {Path::kGeneral, run_general, false},
 };
 
 }  // namespace

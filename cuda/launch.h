@@ -18,6 +18,7 @@ enum class Path {
   kWalked,
   kCluster,
   kSequential,
+  kResident,
   kLined,
   kPiped,
   kChained,
@@ -42,6 +43,7 @@ struct Device {
   int shared_bytes = 0;  // the most that one block can have
   int multiprocessor_shared_bytes = 0;
   int capability_major = 0;
+  int cooperative = 0;  // kernels whose blocks all run at a time can be launched
 };
 
 // One path each, instantiated per type of the operands, or of the state, in its own file.
@@ -89,6 +91,11 @@ cudaError_t launch_chained(const Problem& problem, const Device& device, void* w
 // Scan and cotangent; a thread holds kSteps steps.
 template <class A, class B, class H, class Layout, int kSteps>
 cudaError_t launch_cluster(const Problem& problem, const ClusterPlan& plan, cudaStream_t stream);
+
+// Scan and cotangent of operands that lie in full and contiguous.
+template <class T>
+cudaError_t launch_resident(const Problem& problem, const ResidentPlan& plan, void* workspace,
+                            cudaStream_t stream);
 
 // Scan and cotangent of operands that lie in full and contiguous, but for a; a thread holds kVector
 // channels.

@@ -846,6 +846,104 @@ constexpr ClusterPlan plan_cluster(bool line, int channels_of_thread, int steps,
   return {};
 }
 
+// ---- One wave over all multiprocessors (resident.cuh) ----
+
+inline constexpr int kResidentWarps = 16;  // of a block, at most
+// Steps of a segment that are in registers, of a scan for which shared memory does not suffice.
+inline constexpr int kResidentHeld = 12;
+inline constexpr int kResidentBytes = 15 * 1024;  // of a block's shared memory, beside operands
+// More than any GPU has room for, and the fewest steps of a piece: what the workspace is sized by.
+inline constexpr int64_t kMostResident = int64_t{1} << 23;
+inline constexpr int kShortestPiece = 128;
+
+struct ResidentPlan {
+  int64_t blocks = 0;      // 0: not a problem for this path
+  int32_t pieces = 0;      // of a strip
+  int32_t strips = 0;      // of an outer index
+  int32_t lanes_log2 = 0;  // channels of a strip
+  int32_t warps = 0;       // of a block
+  int32_t steps = 0;       // of a segment, in shared memory
+  int32_t held = 0;        // and in registers
+  bool line = false;
+  bool boxes = false;  // strips are parts of rows
+  int32_t shared_bytes = 0;
+  int32_t most_bytes = 0;  // that a block of the GPU can have
+};
+
+// `bytes`: of an element.
+constexpr ResidentPlan plan_resident(Op op, int bytes, bool uses_h, int64_t outer, int64_t time,
+                                     int64_t inner, int multiprocessors, int shared_bytes) {
+  ResidentPlan plan;
+  const int64_t vector = 16 / bytes;  // elements that are copied in one
+  const bool whole_rows = inner == 1 || inner == 2 || inner == 4 || inner == 8 || inner == 16;
+  if (whole_rows ? time * inner % vector != 0 : inner < 32 || inner % vector != 0) return {};
+  const int64_t width = whole_rows ? inner : 32;
+  plan.line = inner * bytes < 32;
+  plan.boxes = !whole_rows;
+  while ((int64_t{1} << plan.lanes_log2) < width) ++plan.lanes_log2;
+  plan.strips = static_cast<int32_t>(divide_up(inner, width));
+  plan.most_bytes = shared_bytes - kResidentBytes;
+  const int64_t all_strips = outer * plan.strips;
+  if (outer * time * inner > kMostResident || 2 * all_strips > multiprocessors) return {};
+  const int64_t most_pieces = multiprocessors / all_strips;
+  for (const int held : {0, kResidentHeld}) {
+    if (held > 0 && (plan.line || op == Op::kCotangent || bytes != 4)) break;
+    // The number of warps with which the longest piece is shortest.
+    int64_t shortest = INT64_MAX;
+    for (int warps = kResidentWarps; warps > kResidentWarps / 2; --warps) {
+      const int64_t segments = warps * 32 / width;
+      int64_t steps =
+          std::max(divide_up(time, most_pieces * segments), divide_up(kShortestPiece, segments));
+      steps = std::max(steps - held, int64_t{1});
+      if (width < 32) steps |= 1;                        // no two threads meet in a bank
+      if (plan.boxes && bytes == 2) steps += steps & 1;  // boxes lie 128 bytes apart
+      const int64_t length = segments * (steps + held);
+      const int64_t all = (uses_h ? 3 : 2) * 32 * warps * steps * bytes + 16 * warps;
+      if (all > plan.most_bytes || length >= std::min(shortest, time)) continue;
+      shortest = length;
+      plan.warps = warps;
+      plan.steps = static_cast<int32_t>(steps);
+      plan.held = held;
+      plan.shared_bytes = static_cast<int32_t>(all);
+      plan.pieces = static_cast<int32_t>(divide_up(time, length));
+      plan.blocks = all_strips * plan.pieces;
+    }
+    if (plan.blocks > 0) break;
+  }
+  return plan;
+}
+
+// Where clusters take all of time, they are faster, and where a strip has few pieces, as many
+// blocks share what pipelines keep busy. us on an H200 here and in the best of the others, forward
+// and backward, three sets of arrays by turns; -: more than there is room for.
+// clang-format off
+//   (1,262144,16)   20.6 -    23.3 32.4    (1,1048576,1)  8.1 11.6  10.2 14.2
+//   (1,65536,64)    19.8 -    23.6 29.9    (1,262144,1)   5.9  6.5   7.7  9.1
+//   (1,50000,64)    16.1 -    20.6 23.4    (1,65536,1)    5.8  6.5   8.0  9.5
+//   (1,32768,64)    12.6 16.3 15.5 18.5    (1,32768,1)    5.4  6.0   3.4  4.1
+//   (1,16384,64)     7.2 10.6  9.2 14.1    (16,65536,1)   8.1 11.7   9.9 14.3
+//   (1,8192,64)      6.1  6.9  4.4  6.0    (8,131072,1)   8.5 12.2   9.0 13.5
+//   (1,131072,16)   13.4 15.8 16.4 21.1    (32,32768,1)   8.2 11.4   6.4 12.1
+//   (1,32768,16)     6.2  7.1  8.8 10.2    (4,262144,2)  14.2 17.6  35.7 58.3
+//   (1,16384,16)     5.7  6.2  4.8  6.6    (1,262144,4)   7.9 11.4  14.9 22.2
+//   (1,16384,128)   12.5 15.9 13.6 22.5    (1,16384,4)    6.0  6.6   7.0 10.0
+//   (8,16384,16)    12.8 15.3 14.1 20.8    (1,32768,128) 19.4 -     20.2 29.0
+//   (8,8192,32)     12.6 15.7 12.2 16.4    (1,16384,256) 19.2 -     19.1 28.1
+//   (1,2048,1024)   12.4 15.5 10.5 14.3
+// clang-format on
+// In 16 bits clusters take less. Of the limit, (1,65536,64) 0.49 0.62 here and 0.48 0.60 in
+// piped.cuh, (1,32768,64) 0.27 0.53 and 0.23 0.48, (1,262144,16) 0.51 0.60 and 0.405 0.52,
+// (1,16384,16) 0.24 0.24 and 0.16 0.17, (32,32768,1) 0.24 0.26 and 0.20 0.20, (1,1048576,4) 0.45
+// 0.55 and 0.20 0.18.
+constexpr bool pays_to_reside(const ResidentPlan& plan, int bytes, int64_t outer, int64_t time,
+                              int64_t inner) {
+  if (inner == 1) return bytes == 2 ? time >= 32768 : time > 32768;
+  if (plan.held > 0 && plan.pieces < 24) return false;
+  const bool is_small = outer * time * inner < int64_t{1} << 20;
+  const bool has_clusters = bytes == 4 && inner > 4 && is_small;
+  return has_clusters ? time > 16384 : time >= 16384;
+}
+
 // ---- The workspace ----
 
 // What any of the paths needs, on any GPU. A tile of chained.cuh has at least 128 steps.
@@ -862,7 +960,13 @@ constexpr size_t workspace_bytes(Op op, int64_t outer, int64_t time, int64_t inn
       piped = std::max(piped, piped_tiling(op, k, way, outer, time, inner).bytes);
     }
   }
-  return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped});
+  // A piece tells 16 bytes for each lane.
+  size_t resident = 0;
+  if (state == DType::kF32 && outer * time * inner <= kMostResident && time > kShortestPiece) {
+    const int64_t lanes = outer * (inner < 32 ? inner : divide_up(inner, int64_t{32}) * 32);
+    resident = static_cast<size_t>(lanes * divide_up(time, int64_t{kShortestPiece})) * 16;
+  }
+  return std::max({general_tiling(op, outer, time, inner, state).bytes, chained, piped, resident});
 }
 
 // n channels of a longer call never need more than n times this.

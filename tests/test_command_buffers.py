@@ -25,6 +25,7 @@ KERNELS = (
     "boxed_kernel",
     "sequential_kernel",
     "cluster_kernel",
+    "resident_kernel",
     "chained_kernel",
     "piped_kernel",
     "lined_kernel",

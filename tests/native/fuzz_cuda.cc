@@ -46,7 +46,7 @@ constexpr NamedPath kPaths[] = {{Path::kAuto, "auto"},       {Path::kCluster, "c
                                 {Path::kBoxed, "boxed"},     {Path::kSequential, "sequential"},
                                 {Path::kLined, "lined"},     {Path::kPiped, "piped"},
                                 {Path::kChained, "chained"}, {Path::kGeneral, "general"},
-                                {Path::kWalked, "walked"}};
+                                {Path::kWalked, "walked"},   {Path::kResident, "resident"}};
 constexpr int kPathCount = sizeof(kPaths) / sizeof(kPaths[0]);
 
 void demand(cudaError_t error, const char* what) {
@@ -383,6 +383,7 @@ int main(int argc, char** argv) {
     } else if (argument == "--largest" && k + 1 < argc) {
       settings.limits.largest_bytes = std::atoll(argv[++k]);
     } else if (argument == "--path" && k + 1 < argc) {
+      settings.limits.waves = std::string(argv[k + 1]) == "resident";
       for (int path = 0; path < kPathCount; ++path) {
         if (std::string(argv[k + 1]) == kPaths[path].name) settings.path = path;
       }

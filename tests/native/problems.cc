@@ -225,6 +225,24 @@ bool draw_blocks(Case& c, const Limits& limits, bool& plain) {
   return true;
 }
 
+// Problems for cuda/resident.cuh: few channels, in rows and lines, with time for several pieces.
+bool draw_waves(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xff51afd7ed558ccdu);
+  if (!limits.waves || c.op == Op::kTangent || !random.chance(0.5)) return false;
+  constexpr int64_t kWidths[] = {1, 1, 2, 4, 8, 16, 32, 36, 64, 100};
+  const int64_t outer = random.chance(0.5) ? 1 : random.pick(2, 5),
+                inner = kWidths[random.pick(0, 9)];
+  const int64_t most = limits.largest_bytes / 4 / outer / inner;
+  const double scale = random.unit();
+  int64_t time =
+      static_cast<int64_t>(256 * std::pow(static_cast<double>(most) / 256, scale * scale));
+  if (random.chance(0.8)) time = (time + 3) / 4 * 4;
+  c.state = DType::kF32;
+  c.sizes = {outer, std::clamp<int64_t>(time, 1, most), inner};
+  c.axis = 1;
+  return true;
+}
+
 // ---- Values ----
 
 struct Range {
@@ -941,10 +959,14 @@ Case draw(uint64_t seed, const Limits& limits) {
   for (const int64_t n : draw_axes(random, size[2])) c.sizes.push_back(n);
   bool plain = false;
   const bool few = draw_lines(c, limits) || draw_blocks(c, limits, plain);
-  if (plain) type = of_a = c.state;
+  const bool waves = !few && draw_waves(c, limits);
+  plain = plain || waves;
+  constexpr DType kReal[] = {DType::kF32, DType::kF32, DType::kBF16, DType::kF16};
+  if (plain) type = of_a = waves ? kReal[c.seed % 4] : c.state;
   free = free && !plain;
-  const bool sums = !few && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
-  const bool streams = !few && !sums && !free && c.op != Op::kTangent;
+  const bool sums =
+      !few && !waves && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool streams = !few && !waves && !sums && !free && c.op != Op::kTangent;
   bool shared = false;
   const bool tiles = streams && draw_tiles(c, limits, shared);
   const bool rows = streams && !tiles && draw_rows(c, limits);
@@ -1019,7 +1041,7 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (cotangent ? c.has_h0 && (needed || random.chance(0.7)) : needed || random.chance(0.5)) {
     output(kFinal, c.state);
   }
-  if (rows || tiles) fill_rows(c);
+  if (rows || tiles || waves) fill_rows(c);
   if (rows) share_rows(c);
   if (tiles && shared) share_tiles(c);
   // As where da is summed: it has the shape of a.

@@ -103,6 +103,7 @@ struct Limits {
   bool empty = false;                         // calls without elements are allowed
   bool sums = false;                          // and sums of da over other axes than time
   bool blocks = false;                        // and few channels with much time more often
+  bool waves = false;                         // half of them as cuda/resident.cuh takes them
 };
 Case draw(uint64_t seed, const Limits& limits);
 

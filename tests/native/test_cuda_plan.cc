@@ -196,6 +196,43 @@ void check_lined(Op op, int64_t channels, int64_t time) {
   }
 }
 
+void check_resident(Op op, int64_t outer, int64_t time, int64_t inner) {
+  if (op == Op::kTangent) return;
+  for (const int multiprocessors : {2, 78, 132, 160}) {
+    for (const int bytes : {2, 4}) {
+      const bool uses_h = op == Op::kCotangent && time % 2 == 0;
+      const int shared_bytes = (time % 3 == 0 ? 99 : 227) * 1024;
+      const ResidentPlan plan =
+          plan_resident(op, bytes, uses_h, outer, time, inner, multiprocessors, shared_bytes);
+      if (plan.blocks == 0) continue;
+      const auto holds = [&](bool what, const char* text) {
+        expect(what, text, op, outer, time, inner, DType::kF32);
+      };
+      const int64_t width = int64_t{1} << plan.lanes_log2;
+      const int64_t segments = plan.warps * 32 / width;
+      const int64_t length = segments * (plan.steps + plan.held);
+      holds(plan.blocks <= multiprocessors && plan.blocks == outer * plan.strips * plan.pieces,
+            "one wave of blocks");
+      holds(plan.pieces * length >= time && (plan.pieces - 1) * length < time, "pieces cover time");
+      holds(plan.strips * width >= inner && (plan.strips - 1) * width < inner && width <= 32 &&
+                (plan.boxes || width == inner),
+            "strips cover channels");
+      holds(plan.warps >= 1 && plan.warps <= kResidentWarps && plan.steps >= 1 &&
+                (!plan.boxes || plan.steps <= 256) &&
+                (width == 32 ? bytes * plan.steps % 4 == 0 : plan.steps % 2 == 1),
+            "segments of a block");
+      const int64_t operands = uses_h ? 3 : 2;
+      holds(operands * plan.warps * 32 * plan.steps * bytes <= plan.shared_bytes &&
+                plan.shared_bytes <= plan.most_bytes &&
+                plan.most_bytes + kResidentBytes <= shared_bytes,
+            "shared memory of a piece");
+      holds(static_cast<size_t>(plan.blocks) * width * 16 <=
+                workspace_bytes(op, outer, time, inner, DType::kF32),
+            "workspace of the resident path");
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -215,6 +252,8 @@ int main(int argc, char** argv) {
       }
     }
     check_lined(op, outer, time);
+    check_resident(op, outer, time, pick(8));
+    check_resident(op, pick(3), time, int64_t{1} << random() % 5);
   }
   std::printf("%d of %d problems failed\n", failures, problems);
   return failures != 0;
