@@ -34,7 +34,8 @@ class Blocks {
 
   // False: time is walked in one go, each channel's bits are those of the written-out loop.
   bool cut() const { return steps_ > 0; }
-  // The maps of single-chunk blocks are composed too, for several threads to share the blocks.
+  // The maps of single-chunk blocks are composed too, for several threads to share the blocks. A
+  // step's states are whole lines of memory then, which the walk rests on.
   bool composed() const { return cut() && chunks_ == 1; }
   int64_t count() const { return full_ + rest_count_; }
   Block operator[](int64_t index) const;                            // in the order of memory

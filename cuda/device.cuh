@@ -9,7 +9,8 @@
 
 namespace jax_scan {
 
-// The compute capability that is compiled for; what the host sees of it does not matter.
+// The compute capability that is compiled for; what the host sees of it does not matter. Minor ones
+// must make no difference from 8.0 on: 8.6 and 8.9 share its PTX (CMakeLists.txt).
 #ifdef __CUDA_ARCH__
 inline constexpr int kMajor = __CUDA_ARCH__ / 100;
 #else
