@@ -155,6 +155,9 @@ inline constexpr int kPipedBatch = 8;
 // 0.905 0.891 instead of 0.905 0.902, (8,2048,2048) in complex64 (256) 0.83 0.825 instead of 0.89
 // 0.89. With resets, where maps come later, they lose as much as they gain.
 inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
+// What a multiprocessor has on its way at a time, in operands of tiles. It matters less than in
+// boxed.cuh.
+inline constexpr int kPipedBytesAhead = 64 * 1024;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
@@ -249,6 +252,7 @@ struct PipedTiling {
   uint32_t strips;     // tiles across inner indices
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
+  int32_t ahead;       // operands of tiles that are on their way at a time
   bool looks_back;     // for a state, to the last tiles, unless there are resets
   PipedA way;
   bool outer_shares_a;
@@ -285,6 +289,11 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   t.strips = static_cast<uint32_t>(strips);
   t.tiles = static_cast<uint32_t>(tiles);
   t.groups = static_cast<uint32_t>(groups);
+  const int64_t streams = op == Op::kCotangent ? 2 : 1, rows_of_a = way == PipedA::kRows ? 1 : 0;
+  const int64_t bytes = streams * k.b_bytes + rows_of_a * k.a_bytes;
+  const int64_t of_operand = segments * steps * width * bytes / (streams + rows_of_a);
+  t.ahead =
+      static_cast<int32_t>(std::max((kPipedBytesAhead + of_operand / 2) / of_operand, int64_t{2}));
   t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
