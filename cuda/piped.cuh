@@ -92,8 +92,8 @@ struct Types {
   static constexpr int kX = 0, kRowsOfA = 1, kH = kWay == PipedA::kRows ? 2 : 1;
   static constexpr int kSteps = kKernel.ring(kOp, kWay).steps;
   static constexpr int kStages = kKernel.ring(kOp, kWay).stages;
-  // Steps whose operands are in registers at a time. On 12.0 fewer, as seven are spilled there.
-  static constexpr bool kFewRegisters = kMajor >= 12 && sizeof(S) == 8 && kWay == PipedA::kRuns;
+  // Steps whose operands are in registers at a time. Seven are spilled on 10.0 and 12.0.
+  static constexpr bool kFewRegisters = kMajor >= 10 && sizeof(S) == 8 && kWay == PipedA::kRuns;
   static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kFewRegisters ? 2 : kSteps / 2;
   static_assert(kSteps % kChunk == 0 && kSteps <= 32);
 };

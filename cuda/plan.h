@@ -157,7 +157,7 @@ inline constexpr int kPipedBatch = 8;
 inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
 // What a multiprocessor has on its way at a time, in operands of tiles. It matters less than in
 // boxed.cuh.
-inline constexpr int kPipedBytesAhead = 64 * 1024;
+inline constexpr int kPipedBytesAhead = 54 * 1024;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
@@ -294,7 +294,8 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   const int64_t of_operand = segments * steps * width * bytes / (streams + rows_of_a);
   t.ahead =
       static_cast<int32_t>(std::max((kPipedBytesAhead + of_operand / 2) / of_operand, int64_t{2}));
-  t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
+  t.looks_back =
+      k.state_bytes() == 8 && groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
   t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());
