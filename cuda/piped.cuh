@@ -712,7 +712,7 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
         entering = init_of(flat + thread);
       } else {
         const Packet<S>* last = mail.at(at.index - 1, flat + thread);
-        const bool looks_back = t.looks_back && !p.reset.data && at.index >= kLookBack;
+        const bool looks_back = t.looks_back && at.index >= kLookBack;
         Packet<S> packet;
         do {
           packet = looks_back ? look_back(last) : receive(last);
