@@ -156,10 +156,10 @@ inline constexpr int kPipedBatch = 8;
 // (4,16384,512) in bfloat16 (32) 0.847 0.871 instead of 0.842 0.869, with a of (D,) 0.757 instead
 // of 0.772.
 inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
-// What a multiprocessor has on its way at a time, in operands of tiles: two of 32 KB, three of 16 to
-// 21. Of the limit with up to 48, 64, 96 KB and without a bound: (1,1048576,64) in float32 forward
-// (32 KB) 0.902 0.902 0.889 0.886, (4,16384,512) in bfloat16 backward (20 KB) 0.853 0.869 0.862
-// 0.861, (1,262144,16) in float32 backward (16 KB) 0.725 0.709 0.701 0.696.
+// What a multiprocessor has on its way at a time, in operands of tiles: two of 32 KB, or three of
+// 16 to 21. Of the limit with up to 48, 64, 96 KB and without a bound: (1,1048576,64) in float32
+// forward (32 KB) 0.902 0.902 0.889 0.886, (4,16384,512) in bfloat16 backward (20 KB) 0.853 0.869
+// 0.862 0.861, (1,262144,16) in float32 backward (16 KB) 0.725 0.709 0.701 0.696.
 inline constexpr int kPipedBytesAhead = 54 * 1024;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
