@@ -9,8 +9,11 @@
 //   (cp.async.bulk), as soon as there is one,
 //   eight warps compose the maps of tiles as they arrive, and send them to the chain,
 //   eight warps wait for the state that enters, run the recurrence, write, and free the stage.
-// No map waits for a state, so that what is read ahead is limited by shared memory alone, and a
-// state's way through the chain and back is hidden behind the tiles that follow.
+// No map waits for a state, so that a state's way through the chain and back is hidden behind the
+// tiles that follow. How much is read ahead is limited by shared memory, so that a stage should not
+// be empty for long: its next tile is taken while the last one's steps run. Operands come one by
+// one, and a limited number of them is on its way at a time, since states come through the same
+// memory (kPipedBytesAhead).
 //
 // A thread walks kSteps consecutive steps of one channel, or of two that are neighbours, in 16
 // bits; neighbours neighbouring channels. With fewer channels than threads the tile's time is
@@ -85,10 +88,12 @@ struct Types {
   static constexpr bool kSums = kWay == PipedA::kFixed && kCotangent;  // da over time
   static constexpr PipedKernel kKernel =
       piped_kernel(sizeof(A), sizeof(B), !std::is_same_v<S, R>, kVector);
+  // What a stage waits for, each by itself: x, with what is small, then rows of a, and h.
+  static constexpr int kX = 0, kRowsOfA = 1, kH = kWay == PipedA::kRows ? 2 : 1;
   static constexpr int kSteps = kKernel.ring(kOp, kWay).steps;
   static constexpr int kStages = kKernel.ring(kOp, kWay).stages;
-  // Steps whose operands are in registers at a time. On 12.0 fewer, as seven are spilled there.
-  static constexpr bool kFewRegisters = kMajor >= 12 && sizeof(S) == 8 && kWay == PipedA::kRuns;
+  // Steps whose operands are in registers at a time. Seven are spilled on 10.0 and 12.0.
+  static constexpr bool kFewRegisters = kMajor >= 10 && sizeof(S) == 8 && kWay == PipedA::kRuns;
   static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kFewRegisters ? 2 : kSteps / 2;
   static_assert(kSteps % kChunk == 0 && kSteps <= 32);
 };
@@ -140,7 +145,7 @@ struct Held {
 template <class T>
 inline constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
 
-// The one thread that takes tiles leaves this for all others.
+// The one thread that takes tiles leaves this for all others, when the stage is empty.
 struct Tile {
   int64_t low;  // its lowest time
   uint32_t index, o;
@@ -188,7 +193,9 @@ struct Shared {
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];
   Tile tile[T::kStages];
-  Barrier full[T::kStages], mapped[T::kStages], empty[T::kStages];
+  // That an operand has come; that the tile's map is composed; that the state has come that enters
+  // it; that the tile is through.
+  Barrier full[T::kStages][T::kH + 1], mapped[T::kStages], entered[T::kStages], empty[T::kStages];
 };
 
 // The stages in turn.
@@ -340,55 +347,90 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
   using A = typename T::A;
   using X = typename T::X;
   using H = typename T::H;
+  constexpr bool kRows = T::kWay == PipedA::kRows, kRuns = T::kWay == PipedA::kRuns;
   const bool uses_h = T::kCotangent && p.h.data;
   const int past = p.descending() ? -1 : 1;  // see to_past()
+  // Operands that are on their way, and the one that is waited for next. Of those that the ring
+  // holds, at most: the barrier of an earlier one would be in a later phase, which may never end.
+  const int operands = T::kH + (uses_h ? 1 : 0), most = min(t.ahead, operands * T::kStages);
+  int on_their_way = 0, of_earlier = 0;
+  Turn<T::kStages> earlier;
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
-    shared.empty[stage].wait(turn.parity ^ 1);           // which a new barrier does not wait for
+    // The stage's next tile is taken once the state has come that enters its last one, which new
+    // barriers do not wait for: the tile's arithmetic is then done when the stage is empty. Others
+    // may wait for what is taken. This thread has then ordered all that it took before, and for
+    // this one it waits until steps have run that wait for nothing but what has been ordered. With
+    // tiles in order in each block, the first one of all that has not run is still one that some
+    // block runs next. Tiles taken earlier would hold up others for longer, and so do these with
+    // resets, where steps take long: (1,1048576,64) backward in bfloat16 on an H200 0.64 of the
+    // limit instead of 0.735.
+    const Barrier& due = p.reset.data ? shared.empty[stage] : shared.entered[stage];
+    due.wait(turn.parity ^ 1);
     const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
-    Barrier& arrival = shared.full[stage];
-    if (ticket >= t.tiles * t.groups) {
-      shared.tile[stage].rows = 0;
-      arrival.arrive();
-      return;
-    }
     const Tile at(p, t, ticket);
-    shared.tile[stage] = at;
     const Resets resets(p, at.o);
     const int64_t first_reset = resets.begin + at.low;
     const Run<uint8_t> reset(first_reset, first_reset + at.rows, resets.all);
-    const uint32_t reset_bytes = p.reset.data ? reset.bytes : 0;
     const OfA<T> of_a(p, t, at);
-    const int64_t a_rows = T::kWay == PipedA::kRows ? at.rows * p.inner : at.rows;
-    const Run<A> a(of_a.begin, of_a.begin + a_rows, of_a.all);
-    const uint32_t a_bytes = T::kWay == PipedA::kFixed ? 0 : a.bytes;
-    if (t.boxes) {
-      // The last tile of a descending walk reaches below time 0.
-      const int low = static_cast<int>(p.descending() ? at.low + at.rows - t.tile_steps : at.low);
-      constexpr bool kBoxed = T::kWay == PipedA::kRows;
-      const int bytes = (kBoxed ? sizeof(A) : 0) + sizeof(X) + (uses_h ? sizeof(H) : 0);
-      arrival.arrive_and_expect(t.width * t.tile_steps * bytes + (kBoxed ? 0 : a_bytes) +
-                                reset_bytes);
-      if constexpr (kBoxed) copy_box(shared.a[stage].of, a_map, at.i, low, of_a.o, arrival);
-      copy_box(shared.x[stage].of, x_map, at.i, low, at.o, arrival);
-      if constexpr (T::kCotangent) {
-        if (uses_h) copy_box(shared.h[stage].of, h_map, at.i, low + past, at.o, arrival);
+    const Run<A> a(of_a.begin, of_a.begin + (kRows ? at.rows * p.inner : at.rows), of_a.all);
+    // h begins a row before the array at the first tile, and ends a row behind it at the last.
+    const int64_t begin = at.begin(p), end = begin + at.rows * p.inner;
+    const int64_t ahead = to_past(p), all = p.channels() * p.time;
+    const Run<X> x(begin, end, all);
+    const Run<H> h(begin + ahead, end + ahead, all);
+    // The last tile of a descending walk reaches below time 0.
+    const int low = static_cast<int>(p.descending() ? at.low + at.rows - t.tile_steps : at.low);
+
+    shared.empty[stage].wait(turn.parity ^ 1);
+    if (ticket >= t.tiles * t.groups) {
+      shared.tile[stage].rows = 0;
+      shared.full[stage][T::kX].arrive();
+      return;
+    }
+    shared.tile[stage] = at;
+    // The barrier of an operand that may be copied now: a box or a run, and what comes with it.
+    const auto order = [&]<class E>(int operand, const Run<E>& run, uint32_t more) -> Barrier& {
+      if (on_their_way < most) {
+        ++on_their_way;
+      } else {
+        shared.full[earlier.stage][of_earlier].wait(earlier.parity);
+        if (++of_earlier == operands) {
+          of_earlier = 0;
+          earlier.next();
+        }
       }
+      Barrier& arrival = shared.full[stage][operand];
+      const uint32_t box = t.width * t.tile_steps * static_cast<uint32_t>(sizeof(E));
+      arrival.arrive_and_expect((t.boxes ? box : run.bytes) + more);
+      return arrival;
+    };
+    const uint32_t reset_bytes = p.reset.data ? reset.bytes : 0;
+    const Barrier& with_x = order(T::kX, x, (kRuns ? a.bytes : 0) + reset_bytes);
+    if (t.boxes) {
+      copy_box(shared.x[stage].of, x_map, at.i, low, at.o, with_x);
     } else {
-      // h begins a row before the array at the first tile, and ends a row behind it at the last.
-      const int64_t begin = at.begin(p), end = begin + at.rows * p.inner;
-      const int64_t ahead = to_past(p), all = p.channels() * p.time;
-      const Run<X> x(begin, end, all);
-      const Run<H> h(begin + ahead, end + ahead, all);
-      arrival.arrive_and_expect(a_bytes + x.bytes + (uses_h ? h.bytes : 0) + reset_bytes);
-      if constexpr (T::kWay == PipedA::kRows) a.copy(shared.a[stage].of, p.a.data, arrival);
-      x.copy(shared.x[stage].of, p.x.data, arrival);
-      if constexpr (T::kCotangent) {
-        if (uses_h) h.copy(shared.h[stage].of, p.h.data, arrival);
+      x.copy(shared.x[stage].of, p.x.data, with_x);
+    }
+    if constexpr (kRuns) a.copy(shared.a[stage].of, p.a.data, with_x);
+    if (reset_bytes > 0) reset.copy(shared.resets[stage], p.reset.data, with_x);
+    if constexpr (kRows) {
+      const Barrier& arrival = order(T::kRowsOfA, a, 0);
+      if (t.boxes) {
+        copy_box(shared.a[stage].of, a_map, at.i, low, of_a.o, arrival);
+      } else {
+        a.copy(shared.a[stage].of, p.a.data, arrival);
       }
     }
-    if constexpr (T::kWay == PipedA::kRuns) a.copy(shared.a[stage].of, p.a.data, arrival);
-    if (reset_bytes > 0) reset.copy(shared.resets[stage], p.reset.data, arrival);
+    if constexpr (T::kCotangent) {
+      if (!uses_h) continue;
+      const Barrier& arrival = order(T::kH, h, 0);
+      if (t.boxes) {
+        copy_box(shared.h[stage].of, h_map, at.i, low + past, at.o, arrival);
+      } else {
+        h.copy(shared.h[stage].of, p.h.data, arrival);
+      }
+    }
   }
 }
 
@@ -531,9 +573,10 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   const Seat seat(t, V);
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
-    shared.full[stage].wait(turn.parity);
+    shared.full[stage][T::kX].wait(turn.parity);
     const Tile at = shared.tile[stage];
     if (at.rows > 0) {
+      if constexpr (T::kWay == PipedA::kRows) shared.full[stage][T::kRowsOfA].wait(turn.parity);
       const Share<T> mine(shared, p, t, at, seat, stage);
       complete(p, t, at, mine);
       const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
@@ -672,7 +715,7 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
         entering = init_of(flat + thread);
       } else {
         const Packet<S>* last = mail.at(at.index - 1, flat + thread);
-        const bool looks_back = t.looks_back && !p.reset.data && at.index >= kLookBack;
+        const bool looks_back = t.looks_back && at.index >= kLookBack;
         Packet<S> packet;
         do {
           packet = looks_back ? look_back(last) : receive(last);
@@ -681,6 +724,9 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
       }
       from_steps = !shared.certain[stage][thread] || !state_within(entering);
     }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.entered[stage].arrive();
+    if (uses_h) shared.full[stage][T::kH].wait(turn.parity);
 
     const int64_t row = at.low + (p.descending() ? at.rows - 1 - mine.s0 : mine.s0);
     const int64_t offset = (at.o * p.time + row) * p.inner + at.i + mine.column;
@@ -836,8 +882,9 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
     auto& shared = *reinterpret_cast<Shared<T>*>(memory);
     if (threadIdx.x == 0) {
       for (int k = 0; k < T::kStages; ++k) {
-        shared.full[k].init(1);
+        for (Barrier& operand : shared.full[k]) operand.init(1);
         shared.mapped[k].init(kWalkingWarps);
+        shared.entered[k].init(kWalkingWarps);
         shared.empty[k].init(kWalkingWarps);
       }
       barriers_are_ready();

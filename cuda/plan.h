@@ -148,13 +148,19 @@ inline constexpr int kPipedChainWarps = 16;  // of a block that is part of the c
 // 0.75 instead of 0.88.
 inline constexpr int kPipedTeam = 8;
 inline constexpr int kPipedBatch = 8;
-// Tiles across channels with which blocks look for a state in the places of the last kLookBack
-// tiles: with fewer of them the chain is further behind, with more it is not behind at all, and
-// looks only take time. (1,65536,256) in float64 (16 of them) 0.885 0.915 of the limit instead of
-// 0.86 0.89, (4,16384,512) in bfloat16 (32) 0.818 0.856 instead of 0.811 0.85, but in float32 (64)
-// 0.905 0.891 instead of 0.905 0.902, (8,2048,2048) in complex64 (256) 0.83 0.825 instead of 0.89
-// 0.89. With resets, where maps come later, they lose as much as they gain.
+// Tiles across channels with which blocks look for a state of 8 bytes in the places of the last
+// kLookBack tiles: (1,65536,256) in float64 (16 of them) 0.905 0.938 of the limit instead of 0.875
+// 0.904 on an H200, forward and backward, with resets 0.898 0.929 instead of 0.876 0.880. With more
+// of them, (4,16384,512) in complex64 (64), 0.899 0.928 instead of 0.910 0.925, with fewer,
+// (7,4097,255) in float64, 0.578 0.611 instead of 0.611 0.639. States of 4 bytes gain nothing:
+// (4,16384,512) in bfloat16 (32) 0.847 0.871 instead of 0.842 0.869, with a of (D,) 0.757 instead
+// of 0.772.
 inline constexpr int kPipedLeastLooking = 8, kPipedMostLooking = 48;
+// What a multiprocessor has on its way at a time, in operands of tiles: two of 32 KB, or three of
+// 16 to 21. Of the limit with up to 48, 64, 96 KB and without a bound: (1,1048576,64) in float32
+// forward (32 KB) 0.902 0.902 0.889 0.886, (4,16384,512) in bfloat16 backward (20 KB) 0.853 0.869
+// 0.862 0.861, (1,262144,16) in float32 backward (16 KB) 0.725 0.709 0.701 0.696.
+inline constexpr int kPipedBytesAhead = 54 * 1024;
 inline constexpr int kPipedLeastLanes = 8;  // fewer leave nothing for bulk copies
 inline constexpr int kPipedPlacesOffset = 256;
 
@@ -249,7 +255,8 @@ struct PipedTiling {
   uint32_t strips;     // tiles across inner indices
   uint32_t tiles;      // tiles along time
   uint32_t groups;     // tiles across channels
-  bool looks_back;     // for a state, to the last tiles, unless there are resets
+  int32_t ahead;       // operands of tiles that are on their way at a time
+  bool looks_back;     // for a state, to the last tiles
   PipedA way;
   bool outer_shares_a;
   uint32_t chain_blocks, blocks;  // that carry states, and that have tiles
@@ -285,7 +292,13 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   t.strips = static_cast<uint32_t>(strips);
   t.tiles = static_cast<uint32_t>(tiles);
   t.groups = static_cast<uint32_t>(groups);
-  t.looks_back = groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
+  const int64_t streams = op == Op::kCotangent ? 2 : 1, rows_of_a = way == PipedA::kRows ? 1 : 0;
+  const int64_t bytes = streams * k.b_bytes + rows_of_a * k.a_bytes;
+  const int64_t of_operand = segments * steps * width * bytes / (streams + rows_of_a);
+  t.ahead =
+      static_cast<int32_t>(std::max((kPipedBytesAhead + of_operand / 2) / of_operand, int64_t{2}));
+  t.looks_back =
+      k.state_bytes() == 8 && groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
   t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());

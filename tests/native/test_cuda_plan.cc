@@ -156,6 +156,7 @@ void check_piped(const PipedKernel& k, PipedA way, Op op, int64_t outer, int64_t
   const int piece = 16 / std::min(k.a_bytes, k.b_bytes);
   holds(t.boxes ? t.width % piece == 0 && inner % piece == 0 && t.tile_steps <= 256 : t.strips == 1,
         "boxes are what can be copied");
+  holds(t.ahead >= 2, "operands of piped tiles on their way");
   holds(t.bytes <= workspace_bytes(op, outer, time, inner, state), "workspace of the piped path");
   const int64_t bundles = divide_up(outer * inner, kBundle);
   const auto [blocks, team] = plan_chain(t.tiles, bundles, kPipedChainWarps, kPipedTeam, 132);
