@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Seconds of work between two looks at the clock; on a GPU with the launches of single programs.
 _BATCH = {"gpu": 24e-3, "cpu": 4e-3}
-_ROUNDS = 7
+_ROUNDS = 5
 _QUEUE = 24  # programs: JAX queues no more than 32 before it waits itself
 
 
