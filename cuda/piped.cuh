@@ -11,9 +11,9 @@
 //   eight warps wait for the state that enters, run the recurrence, write, and free the stage.
 // No map waits for a state, so that a state's way through the chain and back is hidden behind the
 // tiles that follow. How much is read ahead is limited by shared memory, so that a stage should not
-// be empty for long: its next tile is taken while the last one's steps run. Operands come one by
-// one, and a limited number of them is on its way at a time, since states come through the same
-// memory (kPipedBytesAhead).
+// be empty for long: its next tile is taken while the last one's steps run, unless there are
+// resets. Operands come one by one, and a limited number of them is on its way at a time, since
+// states come through the same memory (kPipedBytesAhead).
 //
 // A thread walks kSteps consecutive steps of one channel, or of two that are neighbours, in 16
 // bits; neighbours neighbouring channels. With fewer channels than threads the tile's time is
