@@ -573,10 +573,12 @@ cudaError_t run_sequential(const Call& c) {
                                         multiprocessors, c.device.shared_bytes - reserved, stacked);
   if (plan.groups == 0) return cudaErrorNotSupported;
   // Stacks of two outer indices leave many sums to be added up. Of the limit on an H200, here and
-  // in piped.cuh: fp32 (32,4096,256) 0.64 0.77, (4,4096,2048) 0.50 0.71, (200,500,96) 0.48 0.62,
-  // (32,1000,256) 0.61 0.62, fp64 and complex64 (16,4096,512) 0.64 0.71, but of four (16,2048,1024)
-  // 0.68 0.67, (64,1024,512) 0.73 0.72, (8,2048,2048) 0.64 0.71.
-  const bool few = stacked && plan.groups == 2 && p.channels() * p.time >= 8'000'000;
+  // in piped.cuh: fp32 (32,4096,256) 0.635 0.77, (4,4096,2048) 0.495 0.73, (100,2000,96) 0.43 0.67,
+  // (32,1000,256) 0.615 0.625, fp64 and complex64 (16,4096,512) 0.63 0.74 0.73. Of four: fp32
+  // (16,2048,1024) 0.675 0.673, (64,600,256) 0.69 0.65, but (8,2048,2048) 0.64 0.72. Short times:
+  // (128,300,128) 0.62 0.49.
+  const bool few = stacked && p.channels() * p.time >= 8'000'000 &&
+                   (plan.groups == 2 || (p.inner >= 2048 && p.channels() <= 16384));
   if (few && !c.by_name && piped_for(p, c.types, c.device).launch) return cudaErrorNotSupported;
   plan.most_bytes = c.device.shared_bytes;
   plan.a = copies(p, p.a);

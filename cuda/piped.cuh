@@ -28,6 +28,14 @@
 // thread over its steps, over segments in order, and over tiles by a second kernel. Where `a` is
 // the same for all inner indices, its run of a tile's times is copied.
 //
+// Where it is the same for all outer indices, and its gradient summed over these, a block has
+// stacks: the tiles of all outer indices, or of a part of them, at the same times and channels, one
+// after the other. Threads hold a and the sums in registers, for which their loops are unrolled,
+// and compose the factors once for a stack. Since all stacks have outer indices in the same order,
+// a tile's state is one of an earlier stack, or of its own. The tiles are short: another warp waits
+// for states, so that those of the next tile are there when steps have run. Sums of parts are added
+// up by a second kernel.
+//
 // Resets that are the same for all inner indices come with a tile, a byte for each of its times.
 // Threads of one segment share its cuts, a bit for each step. Where no lane of a warp has any
 // within a few steps, these run without.
