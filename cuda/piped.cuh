@@ -229,7 +229,7 @@ struct Shared {
   Composed<S> before[T::kStages][kMaps];   // the map of the segments before this one
   Affine<typename T::R> bounds[2][kMaps];  // by turns
   // [column]: the state that enters.
-  S carry[T::kStack ? T::kStages : 2][T::kStack ? kMostBoxWidth : kPipedWalkers];
+  S carry[T::kStack ? T::kStages : 2][T::kStack ? kMostStackWidth : kPipedWalkers];
   bool in_turns[T::kStages];  // of a stack: segments of some channels take turns
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];

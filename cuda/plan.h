@@ -216,7 +216,9 @@ struct PipedKernel {
 //   fp32       {32, 3} 0.819 0.87   {32, 4} 0.844   {24, 4} 0.825 backward   {24, 6} 0.76
 //   complex64  {32, 3} 0.91   {20, 4} 0.88   {16, 5} 0.83   backward {16, 3} 0.88   {14, 3} 0.84
 //   bf16       {32, 4} 0.70   {32, 3} 0.69   backward {32, 3} 0.75   {24, 3} 0.66
-// The others hold as much as shared memory allows; they have not been compared with each other.
+// Of stacks at (32,4096,256) in fp32 {16, 6} 0.77, {16, 5} 0.74, {20, 4} 0.62: that one holds too
+// much in registers, and spills. The others hold as much as shared memory allows; they have not
+// been compared with each other.
 // clang-format off
 inline constexpr PipedKernel kPipedKernels[] = {
     {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}, {16, 6}},
@@ -237,7 +239,7 @@ constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int v
   return {};
 }
 
-inline constexpr int kMostBoxWidth = 128;
+inline constexpr int kMostStackWidth = 128;  // channels of a stack
 
 // Channels of a tile that is a box; 0: not a box, as these need rows of whole 16 bytes. Narrow
 // tiles are long ones, of which the chain has fewer: 32 channels instead of 64 are 0.836 0.900 of
@@ -288,7 +290,9 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
     return t;
   }
   const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
-  if (width > kPipedWalkers || (stacks && (box == 0 || inner % kBundle != 0))) return t;
+  if (width > kPipedWalkers ||
+      (stacks && (box == 0 || box > kMostStackWidth || inner % kBundle != 0)))
+    return t;
   t.boxes = box > 0;
   t.way = way;
   const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
