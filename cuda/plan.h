@@ -221,13 +221,16 @@ struct PipedKernel {
 // been compared with each other.
 // clang-format off
 inline constexpr PipedKernel kPipedKernels[] = {
-    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}, {16, 6}},
+    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}},
+     {16, 6}},
     {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}, {}},
     {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {}, {}, {}},
     {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}, {}},
     {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {}, {}, {}},
-    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}, {8, 5}},
-    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}}, {8, 5}}};
+    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}},
+     {8, 5}},
+    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}},
+     {8, 5}}};
 // clang-format on
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
@@ -291,8 +294,9 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   }
   const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
   if (width > kPipedWalkers ||
-      (stacks && (box == 0 || box > kMostStackWidth || inner % kBundle != 0)))
+      (stacks && (box == 0 || box > kMostStackWidth || inner % kBundle != 0))) {
     return t;
+  }
   t.boxes = box > 0;
   t.way = way;
   const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
