@@ -221,10 +221,12 @@ __device__ __forceinline__ void carry_batch(Packet<S>* place, Baton<S> baton, in
 // bundles' states from the first tile, which `init(channel)` enters, to the last. Teams with
 // several bundles look after them by turns; they are of one warp (see plan_chain). `memory`: a
 // Baton for each bundle of the block. If they are not 0, kWarps: of a block, in place of all that
-// it has, and kTiles: of a batch.
+// it has, and kTiles: of a batch. `in_order`: of so many bundles in a row, if it is not 0, maps
+// come bundle by bundle, so that it is no use to look for a tile's where the last bundle's have not
+// come.
 template <int kWarps = 0, int kTiles = 0, class S, class F>
 __device__ void carry_states(const Mail<S>& mail, int team, int block, int blocks, char* memory,
-                             F&& init) {
+                             F&& init, int in_order = 0) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int teams = (kWarps > 0 ? kWarps : blockDim.x / 32) / team, member = warp % team;
   const int bundles = static_cast<int>((mail.channels + kBundle - 1) / kBundle);
@@ -243,11 +245,19 @@ __device__ void carry_states(const Mail<S>& mail, int team, int block, int block
 
   const auto carry = [&](auto size) {
     constexpr int kBatch = size.value;
+    int through = 0;  // bundles in order that are at the end
     for (bool busy = turns > 0; busy;) {
       busy = false;
-      for (int k = 0; k < turns; ++k) {
+      int last = -1, row = 0;  // where the last bundle is that is not at the end
+      for (int k = through; k < turns; ++k) {
         const Baton<S> baton = baton_of(k);
         const int behind = __shfl_sync(0xffffffffu, baton.look().tiles, 0);
+        if (in_order > 0) {
+          if (k == through && behind == end) ++through;
+          const int its_row = (begin + k * step) / in_order;
+          if (its_row == row && behind == last) continue;
+          row = its_row;
+        }
         // The next batch whose number fits this member's.
         const int number = behind / kBatch + ((member - behind / kBatch) & (team - 1));
         const int first = number * kBatch;
@@ -255,6 +265,7 @@ __device__ void carry_states(const Mail<S>& mail, int team, int block, int block
         busy = true;
         carry_batch<kBatch>(mail.at(first, channel_of(k)), baton, first, min(kBatch, end - first),
                             turns == 1);
+        if (in_order > 0) last = __shfl_sync(0xffffffffu, baton.look().tiles, 0);
       }
     }
   };

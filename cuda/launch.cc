@@ -373,6 +373,12 @@ bool in_reset_lines(const Problem& p) {
 PipedA piped_way_of_a(const Problem& p, StreamTypes types) {
   const Broadcast& at = p.a.at;
   if (p.a.dtype != types.a || at.outer_axes > 1 || at.inner_axes > 1) return PipedA::kNone;
+  if (p.da_over_runs()) {
+    const bool stacks = p.op == Op::kCotangent && p.da_out.data && p.h.data &&
+                        p.da_outer_run == p.outer && outer_shares(p.a) && aligned(p.a.data) &&
+                        at.time_stride == p.inner && at.inner_axes == 1 && at.inner[0].stride == 1;
+    return stacks ? PipedA::kStack : PipedA::kNone;
+  }
   const bool sums = p.op == Op::kCotangent && p.da_out.data && p.da_over_time;
   if (at.time_stride == 0) return sums || !p.da_out.data ? PipedA::kFixed : PipedA::kNone;
   if (sums) return PipedA::kNone;
@@ -398,10 +404,10 @@ bool fits_piped(const Problem& p, StreamTypes types, int vector) {
     const auto bytes = static_cast<uintptr_t>(vector * byte_size(type));
     return !out.data || (out.dtype == type && reinterpret_cast<uintptr_t>(out.data) % bytes == 0);
   };
-  return p.op != Op::kTangent && !p.da_over_runs() && p.a.data && p.x.data &&
-         p.inner >= kPipedLeastLanes * vector && p.inner % vector == 0 && is(p.y, y) &&
-         (p.da_over_time || is(p.da_out, types.a)) &&
-         piped_takes(piped_way_of_a(p, types), byte_size(types.b), vector) &&
+  const bool sums = p.da_over_time || (p.da_over_runs() && is(p.da_out, p.state));
+  return p.op != Op::kTangent && p.a.data && p.x.data && p.inner >= kPipedLeastLanes * vector &&
+         p.inner % vector == 0 && is(p.y, y) && (sums || is(p.da_out, types.a)) &&
+         piped_takes(piped_way_of_a(p, types), byte_size(types.a), byte_size(types.b), vector) &&
          contiguous(p, p.x, x) && contiguous(p, p.h, types.h) && in_reset_lines(p) &&
          (p.y.data || cotangent) && (p.h.data || !p.da_out.data);
 }
@@ -429,6 +435,7 @@ PipedCall piped_for(const Problem& p, StreamTypes t, const Device& device) {
   call.tiling = plan_piped(p.op, kernel, piped_way_of_a(p, t), p.outer, p.time, p.inner,
                            device.multiprocessors, device.shared_bytes);
   call.tiling.outer_shares_a = outer_shares(p.a);
+  if (p.da_over_runs() && call.tiling.bytes > da_sums_bytes(p)) return {};
   return call.tiling.width > 0 ? call : PipedCall{};
 }
 
@@ -556,7 +563,7 @@ cudaError_t run_boxed(const Call& c) {
 bool pipes_better(const Call& c) {
   const Problem& p = c.p;
   const StreamTypes t = c.types;
-  if (c.by_name || !piped_for(p, t, c.device).launch) return false;
+  if (c.by_name || p.da_over_runs() || !piped_for(p, t, c.device).launch) return false;
   const int bytes = byte_size(t.b), multiprocessors = c.device.multiprocessors;
   const int64_t groups = divide_up(p.channels(), 32);
   if (!in_pieces(p, p.x)) {
@@ -585,6 +592,14 @@ cudaError_t run_sequential(const Call& c) {
   SequentialPlan plan = plan_sequential(p.op, c.types, sequential_traffic(p), p.channels(),
                                         multiprocessors, c.device.shared_bytes - reserved, stacked);
   if (plan.groups == 0) return cudaErrorNotSupported;
+  // Stacks of two outer indices leave many sums to be added up. Of the limit on an H200, here and
+  // in piped.cuh: fp32 (32,4096,256) 0.635 0.77, (4,4096,2048) 0.495 0.73, (100,2000,96) 0.43 0.67,
+  // (32,1000,256) 0.615 0.625, fp64 and complex64 (16,4096,512) 0.63 0.74 0.73. Of four: fp32
+  // (16,2048,1024) 0.675 0.673, (64,600,256) 0.69 0.65, but (8,2048,2048) 0.64 0.72. Short times:
+  // (128,300,128) 0.62 0.49.
+  const bool few = stacked && p.channels() * p.time >= 8'000'000 &&
+                   (plan.groups == 2 || (p.inner >= 2048 && p.channels() <= 16384));
+  if (few && !c.by_name && piped_for(p, c.types, c.device).launch) return cudaErrorNotSupported;
   plan.most_bytes = c.device.shared_bytes;
   plan.a = copies(p, p.a);
   plan.x = copies(p, p.x);
@@ -673,7 +688,7 @@ constexpr struct {
     {Path::kBoxed, run_boxed, true},           {Path::kWalked, run_walked, false},
     {Path::kResident, run_resident, false},    {Path::kCluster, run_cluster, false},
     {Path::kSequential, run_sequential, true}, {Path::kLined, run_lined, false},
-    {Path::kPiped, run_piped, false},          {Path::kChained, run_chained, false},
+    {Path::kPiped, run_piped, true},           {Path::kChained, run_chained, false},
     {Path::kGeneral, run_general, false},
 };
 
@@ -702,7 +717,10 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     const cudaError_t queued = candidate.run(call);
     if (queued != cudaErrorNotSupported) return queued;
   }
-  return cudaErrorNotSupported;
+  // What sequential.cuh has left to another path that turned out not to be there.
+  return p.da_over_runs() && path == Path::kAuto
+             ? run_sequential({p, types, call.kernels, device, true, workspace, stream})
+             : cudaErrorNotSupported;
 }
 
 }  // namespace jax_scan

@@ -28,6 +28,14 @@
 // thread over its steps, over segments in order, and over tiles by a second kernel. Where `a` is
 // the same for all inner indices, its run of a tile's times is copied.
 //
+// Where it is the same for all outer indices, and its gradient summed over these, a block has
+// stacks: the tiles of all outer indices, or of a part of them, at the same times and channels, one
+// after the other. Threads hold a and the sums in registers, for which their loops are unrolled,
+// and compose the factors once for a stack. Since all stacks have outer indices in the same order,
+// a tile's state is one of an earlier stack, or of its own. The tiles are short: another warp waits
+// for states, so that those of the next tile are there when steps have run. Sums of parts are added
+// up by a second kernel.
+//
 // Resets that are the same for all inner indices come with a tile, a byte for each of its times.
 // Threads of one segment share its cuts, a bit for each step. Where no lane of a warp has any
 // within a few steps, these run without.
@@ -45,6 +53,7 @@ namespace piped {
 
 inline constexpr int kWalkingWarps = kPipedWalkers / 32;
 inline constexpr int kReader = 2 * kWalkingWarps;  // the warp
+inline constexpr int kHerald = kReader + 1;
 inline constexpr int kThreads = 2 * kPipedWalkers + 32;
 static_assert(kPipedChainWarps <= kThreads / 32);
 
@@ -86,6 +95,8 @@ struct Types {
   static constexpr int kVector = kVector_;
   static constexpr PipedA kWay = kWay_;
   static constexpr bool kSums = kWay == PipedA::kFixed && kCotangent;  // da over time
+  static constexpr bool kStack = kWay == PipedA::kStack;               // da over outer indices
+  static constexpr int kBlock = kThreads + (kStack ? 32 : 0);          // threads
   static constexpr PipedKernel kKernel =
       piped_kernel(sizeof(A), sizeof(B), !std::is_same_v<S, R>, kVector);
   // What a stage waits for, each by itself: x, with what is small, then rows of a, and h.
@@ -94,7 +105,10 @@ struct Types {
   static constexpr int kStages = kKernel.ring(kOp, kWay).stages;
   // Steps whose operands are in registers at a time. Seven are spilled on 10.0 and 12.0.
   static constexpr bool kFewRegisters = kMajor >= 10 && sizeof(S) == 8 && kWay == PipedA::kRuns;
-  static constexpr int kChunk = kSteps % 8 == 0 ? 8 : kFewRegisters ? 2 : kSteps / 2;
+  static constexpr int kChunk = kStack            ? (sizeof(S) == 8 ? 1 : 4)
+                                : kSteps % 8 == 0 ? 8
+                                : kFewRegisters   ? 2
+                                                  : kSteps / 2;
   static_assert(kSteps % kChunk == 0 && kSteps <= 32);
 };
 
@@ -131,6 +145,11 @@ struct Common {
     return load_as<S>(value);
   }
 };
+// What a thread holds of a stack: for each of its steps.
+template <class E, int V, int kSteps>
+struct HeldRows {
+  Channels<E, V> of[kSteps];
+};
 // What a thread holds for all of its steps.
 template <class E, int V>
 struct Held {
@@ -146,24 +165,44 @@ template <class T>
 inline constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
 
 // The one thread that takes tiles leaves this for all others, when the stage is empty.
-struct Tile {
-  int64_t low;  // its lowest time
-  uint32_t index, o;
-  int i, columns, rows;  // no rows: there is no such tile
+struct alignas(16) Tile {
+  uint32_t o;
+  uint32_t left;  // tiles of its stack behind it
+  int rows;       // none: there is no such tile
+  bool begins;    // a stack
+  int64_t low;    // its lowest time
+  uint32_t index;
+  int i, columns;
   Tile() = default;
+  // The first one of a ticket's.
   __device__ Tile(const Problem& p, const PipedTiling& t, uint32_t ticket) {
+    const uint32_t part = t.parts > 1 ? ticket / (t.tiles * t.groups) : 0;
+    ticket -= part * t.tiles * t.groups;
     index = ticket / t.groups;
     const uint32_t group = ticket - index * t.groups;
-    o = group / t.strips;
-    i = static_cast<int>(group - o * t.strips) * t.width;
+    const uint32_t stack = group / t.strips;
+    o = part * t.outer_part + stack;
+    left = min(t.outer_part, static_cast<uint32_t>(p.outer) - part * t.outer_part) - 1;
+    begins = true;
+    i = static_cast<int>(group - stack * t.strips) * t.width;
     columns = min(t.width, static_cast<int>(p.inner) - i);
     const int64_t s0 = int64_t{index} * t.tile_steps;
     rows = static_cast<int>(min(int64_t{t.tile_steps}, p.time - s0));
     low = p.descending() ? p.time - s0 - rows : s0;
   }
+  __device__ void next_of_stack() {
+    ++o;
+    --left;
+    begins = false;
+  }
+  __device__ bool followed(const PipedTiling& t) const { return index + 1 < t.tiles; }
   // Of its first element in memory, if its rows are one run.
   __device__ int64_t begin(const Problem& p) const { return (o * p.time + low) * p.inner; }
 };
+
+// What a thread has of it. In kernels for stacks, which hold much else, it looks it up.
+template <class T>
+using TileOf = std::conditional_t<T::kStack, const Tile&, Tile>;
 
 template <class T>
 struct Shared {
@@ -181,7 +220,7 @@ struct Shared {
   using S = typename T::S;
   using A = typename T::A;
 
-  std::conditional_t<T::kWay == PipedA::kFixed, None,
+  std::conditional_t<T::kWay == PipedA::kFixed || T::kStack, None,
                      std::conditional_t<T::kWay == PipedA::kRuns, Slots<A, kTimes>, Slots<A>>>
       a[T::kStages];
   Slots<typename T::X> x[T::kStages];
@@ -189,7 +228,9 @@ struct Shared {
   alignas(16) uint8_t resets[T::kStages][kTimes + 2 * 16];
   Composed<S> before[T::kStages][kMaps];   // the map of the segments before this one
   Affine<typename T::R> bounds[2][kMaps];  // by turns
-  S carry[2][kPipedWalkers];               // [column], by turns: the state that enters
+  // [column]: the state that enters.
+  S carry[T::kStack ? T::kStages : 2][T::kStack ? kMostStackWidth : kPipedWalkers];
+  bool in_turns[T::kStages];  // of a stack: segments of some channels take turns
   // [column]: the tile's map does; then, whether it may be applied to the state that enters.
   bool certain[T::kStages][kPipedWalkers];
   Tile tile[T::kStages];
@@ -262,9 +303,34 @@ struct Resets {
   }
 };
 
+// A way through an array, step by step. It hides how each address comes about: else all would be
+// computed anew from the first one.
+class Place {
+ public:
+  __device__ explicit Place(const void* first) : address_(__cvta_generic_to_global(first)) {}
+  template <class T>
+  __device__ __forceinline__ void put(T value) const {
+    *static_cast<T*>(__cvta_global_to_generic(address_)) = value;
+  }
+  template <class T>
+  __device__ __forceinline__ T get() const {
+    return *static_cast<const T*>(__cvta_global_to_generic(address_));
+  }
+  __device__ __forceinline__ void step(int64_t bytes) {
+    address_ += bytes;
+    asm volatile("" : "+l"(address_));
+  }
+
+ private:
+  size_t address_;
+};
+
 // A thread's place among those of a tile, whichever that is.
 struct Seat {
   int segment, column;
+  // What follows from it is to be computed anew for each stack, not kept in registers.
+  __device__ __forceinline__ void hide() { asm volatile("" : "+r"(segment), "+r"(column)); }
+  Seat() = default;
   __device__ Seat(const PipedTiling& t, int vector) {
     const int thread = threadIdx.x % kPipedWalkers;
     segment = thread / t.lanes;
@@ -278,7 +344,6 @@ struct Share : Seat {
   static constexpr int V = T::kVector;
   int s0, count, first, jump;  // `first`, `jump`: in an operand's slots, in rows of V
   bool active;                 // it has channels
-  bool followed;               // by another tile
   int h_first;                 // the step at which the recurrence of h begins, or -1
   using A = typename T::A;
   Held<A, V> fixed;  // a without time
@@ -288,16 +353,16 @@ struct Share : Seat {
   Channels<typename T::X, V>* x;
   Channels<typename T::H, V>* h;
 
+  Share() = default;
   __device__ Share(Shared<T>& shared, const Problem& p, const PipedTiling& t, const Tile& at,
                    const Seat& seat, int stage)
       : Seat(seat) {
     const bool descending = p.descending();
     active = segment < t.segments && column < at.columns;
-    followed = at.index + 1 < t.tiles;
     s0 = segment * T::kSteps;
     count = active ? max(min(at.rows - s0, T::kSteps), 0) : 0;
     if constexpr (T::kCotangent) {
-      h_first = !followed && s0 + count == at.rows ? count - 1 : -1;
+      h_first = !at.followed(t) && s0 + count == at.rows ? count - 1 : -1;
     } else {
       h_first = at.index == 0 && segment == 0 ? 0 : -1;
     }
@@ -312,7 +377,7 @@ struct Share : Seat {
       a = reinterpret_cast<Common<A>*>(shared.a[stage].of) + Run<A>::shift(OfA<T>(p, t, at).begin) +
           (descending ? at.rows - 1 - s0 : s0);
       a_jump = descending ? -1 : 1;
-    } else if (active) {
+    } else if (T::kWay == PipedA::kFixed && active) {
       const Broadcast& of = p.a.at;
       const A* first_a = static_cast<const A*>(p.a.data) + at.o * of.outer[0].stride +
                          (at.i + column) * of.inner[0].stride;
@@ -321,6 +386,26 @@ struct Share : Seat {
     }
     x = slots_of(shared.x[stage].of, t, begin);
     if constexpr (T::kCotangent) h = slots_of(shared.h[stage].of, t, begin + to_past(p));
+  }
+  // Of a stack, whose tiles are boxes: from its last tile to the one in `stage`.
+  __device__ __forceinline__ void follow(Shared<T>& shared, int stage) {
+    x = reinterpret_cast<Channels<typename T::X, V>*>(shared.x[stage].of) + first;
+    if constexpr (T::kStack) {
+      h = reinterpret_cast<Channels<typename T::H, V>*>(shared.h[stage].of) + first;
+    }
+  }
+  // Of a stack: what it holds of a; behind the last step, that one's again.
+  __device__ __forceinline__ void hold(HeldRows<A, V, T::kSteps>& held, const Problem& p,
+                                       const Tile& at) const {
+    if (count == 0) return;
+    const int64_t row = at.low + (p.descending() ? at.rows - 1 - s0 : s0);
+    Place from(static_cast<const A*>(p.a.data) + row * p.inner + at.i + column);
+    const int64_t step = (p.descending() ? -p.inner : p.inner) * static_cast<int>(sizeof(A));
+#pragma unroll
+    for (int k = 0; k < T::kSteps; ++k) {
+      held.of[k] = from.get<Channels<A, V>>();
+      from.step(k + 1 < count ? step : 0);
+    }
   }
   // Step k's.
   __device__ __forceinline__ auto a_at(int k) const {
@@ -355,6 +440,8 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
   const int operands = T::kH + (uses_h ? 1 : 0), most = min(t.ahead, operands * T::kStages);
   int on_their_way = 0, of_earlier = 0;
   Turn<T::kStages> earlier;
+  Tile at;
+  at.left = 0;
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     // The stage's next tile is taken once the state has come that enters its last one, which new
@@ -367,8 +454,14 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
     // limit instead of 0.735.
     const Barrier& due = p.reset.data ? shared.empty[stage] : shared.entered[stage];
     due.wait(turn.parity ^ 1);
-    const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
-    const Tile at(p, t, ticket);
+    bool none_left = false;
+    if (T::kStack && at.left > 0) {
+      at.next_of_stack();
+    } else {
+      const uint32_t ticket = atomicAdd(counter, 1u) + 1;  // it starts with all bits set
+      at = Tile(p, t, ticket);
+      none_left = ticket >= t.tiles * t.groups * t.parts;
+    }
     const Resets resets(p, at.o);
     const int64_t first_reset = resets.begin + at.low;
     const Run<uint8_t> reset(first_reset, first_reset + at.rows, resets.all);
@@ -383,8 +476,9 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
     const int low = static_cast<int>(p.descending() ? at.low + at.rows - t.tile_steps : at.low);
 
     shared.empty[stage].wait(turn.parity ^ 1);
-    if (ticket >= t.tiles * t.groups) {
+    if (none_left) {
       shared.tile[stage].rows = 0;
+      shared.tile[stage].begins = true;
       shared.full[stage][T::kX].arrive();
       return;
     }
@@ -433,6 +527,27 @@ __device__ void read_tiles(Shared<T>& shared, const Problem& p, const PipedTilin
     }
   }
 }
+
+// Where a thread finds the operands of its steps from `begin` on. Of a stack, whose steps are not
+// in a loop, one after the other, hidden as in Place.
+template <class T>
+class SlotsOfSteps {
+ public:
+  __device__ SlotsOfSteps(int jump, int begin) : jump_(jump) {
+    if constexpr (T::kStack) asm volatile("" : "+r"(jump_));
+    at_ = begin * jump_;
+  }
+  __device__ __forceinline__ int next(int step) {
+    if constexpr (!T::kStack) return step * jump_;
+    const int at = at_;
+    at_ += jump_;
+    asm volatile("" : "+r"(at_));
+    return at;
+  }
+
+ private:
+  int jump_, at_;
+};
 
 // What bulk copies could not bring to a thread's slots.
 template <class T>
@@ -510,12 +625,22 @@ __device__ __forceinline__ uint32_t find_cuts(const Problem& p, const PipedTilin
 
 // Calls f(k, count, plain), the last two as types, for steps k, k + 1, ... of the thread's. Of
 // kSteps steps it gets a chunk at a time, and plain ones where `special`, which is the same for a
-// warp, has no bit; else one at a time. Where no step is special the loop has no branch.
+// warp, has no bit; else one at a time. Where no step is special the loop has no branch. Of a stack
+// k is a constant, and there are always kSteps; those from `count` on, in chunks that are not
+// plain, are for f to leave out.
 template <class T, class F>
 __device__ __forceinline__ void for_chunks(int count, uint32_t special, F&& f) {
   constexpr int kChunk = T::kChunk;
   constexpr std::integral_constant<int, kChunk> chunk;
-  if (count != T::kSteps) {
+  if constexpr (T::kStack) {
+    if (count == T::kSteps && special == 0) {
+#pragma unroll
+      for (int k = 0; k < T::kSteps; k += kChunk) f(k, chunk, std::true_type{});
+    } else {
+#pragma unroll
+      for (int k = 0; k < T::kSteps; k += kChunk) f(k, chunk, std::false_type{});
+    }
+  } else if (count != T::kSteps) {
 #pragma unroll 1
     for (int k = 0; k < count; ++k) f(k, std::integral_constant<int, 1>{}, std::false_type{});
   } else if (special == 0) {
@@ -570,15 +695,42 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
   using R = typename T::R;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
-  const Seat seat(t, V);
+  Seat seat(t, V);
+  // Of a stack: a, the product of the segment's factors, and what no partial one exceeds.
+  [[maybe_unused]] HeldRows<typename T::A, V, T::kStack ? T::kSteps : 1> held;
+  [[maybe_unused]] Composed<S> factors[V];
+  [[maybe_unused]] R largest_factor[V];
+  Share<T> mine;
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
     shared.full[stage][T::kX].wait(turn.parity);
-    const Tile at = shared.tile[stage];
+    const TileOf<T> at = shared.tile[stage];
+    const bool follows = T::kStack && !at.begins;
     if (at.rows > 0) {
       if constexpr (T::kWay == PipedA::kRows) shared.full[stage][T::kRowsOfA].wait(turn.parity);
-      const Share<T> mine(shared, p, t, at, seat, stage);
+      if (follows) {
+        mine.follow(shared, stage);
+      } else {
+        if constexpr (T::kStack) seat.hide();
+        mine = Share<T>(shared, p, t, at, seat, stage);
+      }
       complete(p, t, at, mine);
+      if constexpr (T::kStack) {
+        if (!follows) {
+          mine.hold(held, p, at);
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            factors[v] = {};
+            largest_factor[v] = R(1);
+#pragma unroll
+            for (int k = 0; k < T::kSteps; ++k) {
+              if (k >= mine.count) continue;
+              factors[v] = both_factors({held.of[k].template at<S>(v)}, factors[v]);
+              largest_factor[v] = larger<S>(largest_factor[v], magnitude(factors[v].a));
+            }
+          }
+        }
+      }
       const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
       Composed<S> map[V];
       Affine<R> bound[V];  // what no partial product and no partial result since a cut exceeds
@@ -586,17 +738,25 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
       for (Affine<R>& b : bound) b = {R(1), R(0)};
       for_chunks<T>(mine.count, bits_of_warp(cuts), [&](int begin, auto count, auto plain) {
         const uint32_t cuts_here = plain.value ? 0 : cuts >> begin;
+        SlotsOfSteps<T> slots(mine.jump, begin);
 #pragma unroll
         for (int k = 0; k < count.value; ++k) {
-          const auto a = mine.a_at(begin + k);
-          const auto x = mine.x[(begin + k) * mine.jump];
+          if (T::kStack && !plain.value && begin + k >= mine.count) break;
+          const auto a = [&] {
+            if constexpr (T::kStack) {
+              return held.of[begin + k];
+            } else {
+              return mine.a_at(begin + k);
+            }
+          }();
+          const auto x = mine.x[slots.next(begin + k)];
           const bool cut = (cuts_here & 1u << k) != 0;
 #pragma unroll
           for (int v = 0; v < V; ++v) {
             const Step<S> in{a.template at<S>(v), x.template at<S>(v), S(0), cut};
             const Written<S> out = advance<T::kOp>(map[v].b, in);
             bound[v].b = larger<S>(cut ? R(0) : bound[v].b, reach<T::kOp>(map[v].b, out));
-            if constexpr (T::kWay == PipedA::kFixed) continue;
+            if constexpr (T::kWay == PipedA::kFixed || T::kStack) continue;
             const Product<S> composed = product(in.a, map[v].a);
             // Selects: what is before the cut may be anything.
             map[v].lost = cut ? S(0) : mul_add(in.a, map[v].lost, composed.lost);
@@ -615,6 +775,14 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
           map[v].lost = cuts != 0 ? S(0) : all.lost;
           const R largest = R(std::is_same_v<S, R> ? 1 : 2) * magnitude(all.a);
           bound[v].a = cuts != 0 ? R(0) : larger<S>(R(1), largest);
+        }
+      }
+      if constexpr (T::kStack) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          map[v].a = cuts != 0 ? S(0) : factors[v].a;
+          map[v].lost = cuts != 0 ? S(0) : factors[v].lost;
+          bound[v].a = cuts != 0 ? R(0) : largest_factor[v];
         }
       }
       Composed<S> total = map[0];
@@ -645,7 +813,7 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
       }
       if (owner) {
         const bool certain = of_total.a <= Bounds<R>::product && of_total.b <= Bounds<R>::local;
-        if (mine.followed) {
+        if (at.followed(t)) {
           const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i + thread;
           send(mail.at(at.index, flat),
                certain ? Packet<S>::map(total.rounded()) : Packet<S>::tagged(Sent::kUnknown, S(0)));
@@ -653,35 +821,64 @@ __device__ void compose_maps(Shared<T>& shared, const Problem& p, const PipedTil
         shared.certain[stage][thread] = certain;
       }
     }
+    const bool last = at.rows == 0;
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.mapped[stage].arrive();
-    if (at.rows == 0) return;
+    if (last) return;
   }
 }
 
-// Where results go, step by step. It hides how each address comes about: else all would be computed
-// anew from the first one.
-class Place {
- public:
-  __device__ explicit Place(const void* first) : address_(__cvta_generic_to_global(first)) {}
-  template <class T>
-  __device__ __forceinline__ void put(T value) const {
-    *static_cast<T*>(__cvta_global_to_generic(address_)) = value;
-  }
-  __device__ __forceinline__ void step(int64_t bytes) {
-    address_ += bytes;
-    asm volatile("" : "+l"(address_));
-  }
+// The state that enters a tile in channel `flat`, once it is there.
+template <class T, class F>
+__device__ __forceinline__ typename T::S await_state(const Problem& p, const PipedTiling& t,
+                                                     const Mail<typename T::S>& mail,
+                                                     uint32_t index, uint32_t flat, F&& init_of) {
+  using S = typename T::S;
+  if (index == 0) return init_of(flat);
+  const Packet<S>* last = mail.at(index - 1, flat);
+  const bool looks_back = !T::kStack && t.looks_back && index >= kLookBack;
+  Packet<S> packet;
+  do {
+    packet = looks_back ? look_back(last) : receive(last);
+  } while (!packet.is(Sent::kState));
+  return packet.state();
+}
 
- private:
-  size_t address_;
-};
+// One warp, of stacks: the states that enter all tiles. Their steps are few, so that those who run
+// them should find the next tile's states there.
+template <class T, class F>
+__device__ void await_states(Shared<T>& shared, const Problem& p, const PipedTiling& t,
+                             const Mail<typename T::S>& mail, F&& init_of) {
+  using S = typename T::S;
+  for (Turn<T::kStages> turn;; turn.next()) {
+    const int stage = turn.stage;
+    shared.mapped[stage].wait(turn.parity);
+    const Tile& at = shared.tile[stage];
+    const bool there = at.rows > 0;
+    bool from_steps = false;
+    if (there) {
+      const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i;
+      for (int column = threadIdx.x % 32; column < at.columns; column += 32) {
+        const S entering = await_state<T>(p, t, mail, at.index, flat + column, init_of);
+        const bool certain = shared.certain[stage][column] && state_within(entering);
+        shared.carry[stage][column] = entering;
+        shared.certain[stage][column] = certain;
+        from_steps = from_steps || !certain;
+      }
+    }
+    from_steps = __any_sync(0xffffffffu, from_steps);
+    if (threadIdx.x % 32 == 0) {
+      shared.in_turns[stage] = from_steps;
+      shared.entered[stage].arrive();
+    }
+    if (!there) return;
+  }
+}
 
 // Eight warps: the steps of all tiles.
 template <class T, class F>
 __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling& t,
-                          const Mail<typename T::S>& mail, typename T::S* sums_over_tiles,
-                          F&& init_of) {
+                          const Mail<typename T::S>& mail, typename T::S* sums, F&& init_of) {
   using S = typename T::S;
   using A = typename T::A;
   using X = typename T::X;
@@ -689,17 +886,41 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
   using Y = typename T::Y;
   constexpr int V = T::kVector;
   const int thread = threadIdx.x % kPipedWalkers;
-  const Seat seat(t, V);
+  Seat seat(t, V);
   const bool uses_h = T::kCotangent && p.h.data;
+  // Of a stack: a, and the sums of da.
+  constexpr int kHeld = T::kStack ? T::kSteps : 1;
+  [[maybe_unused]] HeldRows<A, V, kHeld> held;
+  [[maybe_unused]] Pack<S, V> da_sums[kHeld];
+  Share<T> mine;
+  int64_t offset;  // where the results of its first step go
   for (Turn<T::kStages> turn;; turn.next()) {
     const int stage = turn.stage;
-    shared.mapped[stage].wait(turn.parity);
-    const Tile at = shared.tile[stage];
+    (T::kStack ? shared.entered : shared.mapped)[stage].wait(turn.parity);
+    const TileOf<T> at = shared.tile[stage];
     if (at.rows == 0) return;
-    const Share<T> mine(shared, p, t, at, seat, stage);
+    const bool follows = T::kStack && !at.begins;
+    const int64_t out_jump = p.descending() ? -p.inner : p.inner;
+    if (follows) {
+      mine.follow(shared, stage);
+      offset += p.time * p.inner;
+    } else {
+      if constexpr (T::kStack) seat.hide();
+      mine = Share<T>(shared, p, t, at, seat, stage);
+      const int64_t row = at.low + (p.descending() ? at.rows - 1 - mine.s0 : mine.s0);
+      offset = (at.o * p.time + row) * p.inner + at.i + mine.column;
+    }
+    if constexpr (T::kStack) {
+      if (!follows) {
+        mine.hold(held, p, at);
+#pragma unroll
+        for (Pack<S, V>& sum : da_sums) sum = {};
+      }
+    }
     const uint32_t cuts = find_cuts(p, t, at, mine, shared.resets[stage]);
     const bool owner = thread < at.columns;
-    const uint32_t flat = at.o * static_cast<uint32_t>(p.inner) + at.i;  // the first channel
+    // The first channel.
+    const auto flat = [&] { return at.o * static_cast<uint32_t>(p.inner) + at.i; };
     // Before the first step of the recurrence h is h0.
     [[maybe_unused]] S h0[V] = {};
     const bool has_first = T::kCotangent && mine.h_first >= 0;
@@ -710,56 +931,51 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     const uint32_t special = bits_of_warp(has_first ? cuts | 1u << mine.h_first : cuts);
     S entering(0);
     bool from_steps = false;
-    if (owner) {
-      if (at.index == 0) {
-        entering = init_of(flat + thread);
-      } else {
-        const Packet<S>* last = mail.at(at.index - 1, flat + thread);
-        const bool looks_back = t.looks_back && at.index >= kLookBack;
-        Packet<S> packet;
-        do {
-          packet = looks_back ? look_back(last) : receive(last);
-        } while (!packet.is(Sent::kState));
-        entering = packet.state();
+    if constexpr (!T::kStack) {
+      if (owner) {
+        entering = await_state<T>(p, t, mail, at.index, flat() + thread, init_of);
+        from_steps = !shared.certain[stage][thread] || !state_within(entering);
       }
-      from_steps = !shared.certain[stage][thread] || !state_within(entering);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.entered[stage].arrive();
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.entered[stage].arrive();
     if (uses_h) shared.full[stage][T::kH].wait(turn.parity);
 
-    const int64_t row = at.low + (p.descending() ? at.rows - 1 - mine.s0 : mine.s0);
-    const int64_t offset = (at.o * p.time + row) * p.inner + at.i + mine.column;
-    const int64_t out_jump = p.descending() ? -p.inner : p.inner;
     S s[V] = {};
     [[maybe_unused]] S da_sum[V] = {};
     const auto run = [&] {
       Place y(static_cast<Y*>(p.y.data) + offset);
       [[maybe_unused]] Place da(static_cast<A*>(p.da_out.data) + offset);
       const bool write_y = !T::kCotangent || p.y.data;
-      [[maybe_unused]] const bool write_da = !T::kSums && uses_h && p.da_out.data;
+      [[maybe_unused]] const bool write_da = !T::kSums && !T::kStack && uses_h && p.da_out.data;
       for_chunks<T>(mine.count, special, [&](int begin, auto count, auto plain) {
         constexpr int kCount = decltype(count)::value;
-        decltype(mine.a_at(0)) a[kCount];
+        [[maybe_unused]] decltype(mine.a_at(0)) a[kCount];
         Channels<X, V> x[kCount];
         [[maybe_unused]] Channels<H, V> h[kCount];
+        SlotsOfSteps<T> slots(mine.jump, begin);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          a[k] = mine.a_at(begin + k);
-          x[k] = mine.x[(begin + k) * mine.jump];
-          if constexpr (T::kCotangent) {
-            h[k] = uses_h ? mine.h[(begin + k) * mine.jump] : Channels<H, V>{};
-          }
+          if (T::kStack && !plain.value && begin + k >= mine.count) break;
+          if constexpr (!T::kStack) a[k] = mine.a_at(begin + k);
+          const int slot = slots.next(begin + k);
+          x[k] = mine.x[slot];
+          if constexpr (T::kCotangent) h[k] = uses_h ? mine.h[slot] : Channels<H, V>{};
         }
         const uint32_t cuts_here = plain.value ? 0 : cuts >> begin;
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
+          if (T::kStack && !plain.value && begin + k >= mine.count) break;
           Pack<Y, V> y_pack;
           [[maybe_unused]] Pack<A, V> da_pack;
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            Step<S> in{a[k].template at<S>(v), x[k].template at<S>(v), S(0),
-                       (cuts_here & 1u << k) != 0};
+            Step<S> in{S(0), x[k].template at<S>(v), S(0), (cuts_here & 1u << k) != 0};
+            if constexpr (T::kStack) {
+              in.a = held.of[begin + k].template at<S>(v);
+            } else {
+              in.a = a[k].template at<S>(v);
+            }
             if constexpr (T::kCotangent) {
               in.h = h[k].template at<S>(v);
               if (!plain.value && begin + k == mine.h_first) in.h = h0[v];
@@ -768,13 +984,15 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
             y_pack.v[v] = store_as<Y>(out.y);
             if constexpr (T::kSums) {
               da_sum[v] = da_sum[v] + out.da_out;
+            } else if constexpr (T::kStack) {
+              da_sums[begin + k].v[v] = da_sums[begin + k].v[v] + out.da_out;
             } else if constexpr (T::kCotangent) {
               da_pack.v[v] = store_as<A>(out.da_out);
             }
           }
           if (write_y) y.put(y_pack);
           y.step(out_jump * sizeof(Y));
-          if constexpr (T::kCotangent && !T::kSums) {
+          if constexpr (T::kCotangent && !T::kSums && !T::kStack) {
             if (write_da) da.put(da_pack);
             da.step(out_jump * sizeof(A));
           }
@@ -785,15 +1003,20 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     // A channel whose map can be trusted is not touched by what its neighbours hold; the segments
     // of the others take turns.
     const bool shares = V > 1 || t.segments > 1;
-    S* const carry = shared.carry[turn.twin];
+    S* const carry = shared.carry[T::kStack ? stage : turn.twin];
     int rounds = 0;
     bool in_turns = false;
     if (shares) {
-      if (owner) {
-        carry[thread] = entering;
-        shared.certain[stage][thread] = !from_steps;
+      if constexpr (T::kStack) {
+        rounds = shared.in_turns[stage] ? t.segments : 0;
+        from_steps = rounds > 0 && owner && !shared.certain[stage][thread];
+      } else {
+        if (owner) {
+          carry[thread] = entering;
+          shared.certain[stage][thread] = !from_steps;
+        }
+        rounds = meet_or<kRunners>(from_steps) ? t.segments : 0;
       }
-      rounds = meet_or<kRunners>(from_steps) ? t.segments : 0;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         in_turns = in_turns || (mine.active && !shared.certain[stage][mine.column + v]);
@@ -825,30 +1048,54 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     if constexpr (T::kSums) {
       if (p.da_out.data) {
         // In place of the map that no other thread needs.
-        Composed<S>* const sums = shared.before[stage];
+        Composed<S>* const parts = shared.before[stage];
         if (mine.active) {
 #pragma unroll
-          for (int v = 0; v < V; ++v) sums[mine.segment * t.width + mine.column + v].b = da_sum[v];
+          for (int v = 0; v < V; ++v) parts[mine.segment * t.width + mine.column + v].b = da_sum[v];
         }
         if (shares) meet<kRunners>();
         if (owner) {
-          S sum = sums[thread].b;
+          S sum = parts[thread].b;
 #pragma unroll 4
-          for (int k = 1; k < t.segments; ++k) sum = sum + sums[k * t.width + thread].b;
-          sums_over_tiles[at.index * p.channels() + flat + thread] = sum;
+          for (int k = 1; k < t.segments; ++k) sum = sum + parts[k * t.width + thread].b;
+          sums[at.index * p.channels() + flat() + thread] = sum;
         }
       }
     }
-    if (from_steps && mine.followed) {
-      send(mail.at(at.index, flat + thread),
+    if (from_steps && at.followed(t)) {
+      send(mail.at(at.index, flat() + thread),
            Packet<S>::tagged(Sent::kState, shares ? carry[thread] : s[0]));
     }
-    if (p.final.data && !mine.followed && mine.count > 0 && mine.s0 + mine.count == at.rows) {
+    if (p.final.data && !at.followed(t) && mine.count > 0 && mine.s0 + mine.count == at.rows) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) store_one(p.final, flat + mine.column + v, s[v]);
+      for (int v = 0; v < V; ++v) store_one(p.final, flat() + mine.column + v, s[v]);
     }
+    [[maybe_unused]] const uint32_t o = at.o;
+    [[maybe_unused]] const bool ends = T::kStack && at.left == 0;
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
+    if constexpr (T::kStack) {
+      if (!ends) continue;
+      const int64_t first = offset - o * p.time * p.inner;
+      const auto put = [&]<class E>(E* out) {
+        Place da(out + first);
+#pragma unroll
+        for (int k = 0; k < T::kSteps; ++k) {
+          Pack<E, V> pack;
+#pragma unroll
+          for (int v = 0; v < V; ++v) pack.v[v] = store_as<E>(da_sums[k].v[v]);
+          if (k < mine.count) da.put(pack);
+          da.step(out_jump * sizeof(E));
+        }
+      };
+      if (t.parts > 1) {
+        put(sums + o / t.outer_part * p.time * p.inner);
+      } else if (p.da_out.dtype == kDType<S>) {
+        put(static_cast<S*>(p.da_out.data));
+      } else {
+        put(static_cast<A*>(p.da_out.data));
+      }
+    }
   }
 }
 
@@ -856,12 +1103,12 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
 
 // `counter` hands out the tiles. The first `tiling.chain_blocks` blocks are the chain.
 template <class T>
-__global__ void __launch_bounds__(piped::kThreads, 1)
+__global__ void __launch_bounds__(T::kBlock, 1)
     piped_kernel(const __grid_constant__ Problem p, const __grid_constant__ PipedTiling tiling,
                  const __grid_constant__ CUtensorMap a_map,
                  const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap h_map, unsigned* counter,
-                 Mail<typename T::S> mail, typename T::S* sums_over_tiles) {
+                 Mail<typename T::S> mail, typename T::S* sums) {
   using namespace piped;
   using S = typename T::S;
   if constexpr (kHasBulkCopies) {
@@ -874,8 +1121,10 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
     };
     if (blockIdx.x < tiling.chain_blocks) {
       if (warp < kPipedChainWarps) {
+        const int in_order =
+            T::kStack ? tiling.outer_part * static_cast<uint32_t>(p.inner) / kBundle : 0;
         carry_states<kPipedChainWarps, kPipedBatch>(mail, tiling.chain_team, blockIdx.x,
-                                                    tiling.chain_blocks, memory, init_of);
+                                                    tiling.chain_blocks, memory, init_of, in_order);
       }
       return;
     }
@@ -884,7 +1133,7 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
       for (int k = 0; k < T::kStages; ++k) {
         for (Barrier& operand : shared.full[k]) operand.init(1);
         shared.mapped[k].init(kWalkingWarps);
-        shared.entered[k].init(kWalkingWarps);
+        shared.entered[k].init(T::kStack ? 1 : kWalkingWarps);
         shared.empty[k].init(kWalkingWarps);
       }
       barriers_are_ready();
@@ -892,10 +1141,12 @@ __global__ void __launch_bounds__(piped::kThreads, 1)
     __syncthreads();
     if (warp == kReader) {
       if (threadIdx.x % 32 == 0) read_tiles(shared, p, tiling, &a_map, &x_map, &h_map, counter);
+    } else if (T::kStack && warp == kHerald) {
+      if constexpr (T::kStack) await_states(shared, p, tiling, mail, init_of);
     } else if (warp < kWalkingWarps) {
       compose_maps(shared, p, tiling, mail);
     } else {
-      run_tiles(shared, p, tiling, mail, sums_over_tiles, init_of);
+      run_tiles(shared, p, tiling, mail, sums, init_of);
     }
   }
 }
@@ -930,12 +1181,17 @@ cudaError_t launch_op(const Problem& problem, const PipedTiling& t, void* worksp
   const Mail<S> mail{reinterpret_cast<Packet<S>*>(memory + kPipedPlacesOffset), int64_t{t.tiles},
                      static_cast<uint32_t>(problem.channels())};
   S* const sums = reinterpret_cast<S*>(memory + t.sums_offset);
-  kernel<<<t.chain_blocks + t.blocks, kThreads, kBytes, stream>>>(
+  kernel<<<t.chain_blocks + t.blocks, T::kBlock, kBytes, stream>>>(
       problem, t, maps[0], maps[1], maps[2], reinterpret_cast<unsigned*>(memory), mail, sums);
   error = cudaGetLastError();
   if constexpr (T::kSums) {
     if (error == cudaSuccess && problem.da_out.data) {
       error = sum_over_tiles(problem, sums, t.tiles, stream);
+    }
+  } else if constexpr (T::kStack) {
+    if (error == cudaSuccess && t.parts > 1) {
+      const TileSums parts{1, t.parts, problem.time * problem.inner, 1};
+      error = sum_over_tiles(problem.da_out, sums, parts, stream);
     }
   }
   return error;
@@ -946,8 +1202,10 @@ cudaError_t launch_way(const Problem& problem, const PipedTiling& tiling, void* 
                        cudaStream_t stream) {
   using Scan = Types<Op::kScan, A, B, H, kVector, kWay>;
   using Cotangent = Types<Op::kCotangent, A, B, H, kVector, kWay>;
-  return problem.op == Op::kCotangent ? launch_op<Cotangent>(problem, tiling, workspace, stream)
-                                      : launch_op<Scan>(problem, tiling, workspace, stream);
+  if constexpr (kWay != PipedA::kStack) {
+    if (problem.op == Op::kScan) return launch_op<Scan>(problem, tiling, workspace, stream);
+  }
+  return launch_op<Cotangent>(problem, tiling, workspace, stream);
 }
 
 }  // namespace piped
@@ -958,7 +1216,7 @@ cudaError_t launch_piped(const Problem& problem, const PipedTiling& tiling, void
   cudaError_t queued = cudaErrorNotSupported;
   const auto launch = [&](auto tag) {
     constexpr PipedA kWay = decltype(tag)::value;
-    if constexpr (piped_takes(kWay, sizeof(B), kVector)) {
+    if constexpr (piped_takes(kWay, sizeof(A), sizeof(B), kVector)) {
       if (tiling.way == kWay) {
         queued = piped::launch_way<A, B, H, kVector, kWay>(problem, tiling, workspace, stream);
       }
@@ -967,6 +1225,7 @@ cudaError_t launch_piped(const Problem& problem, const PipedTiling& tiling, void
   launch(std::integral_constant<PipedA, PipedA::kRows>{});
   launch(std::integral_constant<PipedA, PipedA::kFixed>{});
   launch(std::integral_constant<PipedA, PipedA::kRuns>{});
+  launch(std::integral_constant<PipedA, PipedA::kStack>{});
   return queued;
 }
 

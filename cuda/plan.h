@@ -166,11 +166,15 @@ inline constexpr int kPipedPlacesOffset = 256;
 
 // How a comes: in rows as x does, also where these are the same for all outer indices; without
 // time, once for each tile's channels; where it is the same for all inner indices, as runs of a
-// tile's times.
-enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns };
+// tile's times; where it is the same for all outer indices and da is summed over these, once for a
+// stack of tiles.
+enum class PipedA : uint8_t { kNone, kRows, kFixed, kRuns, kStack };
 
-// There are kernels for it. Channels of 16 bits that cannot go in pairs are few.
-constexpr bool piped_takes(PipedA way, int b_bytes, int vector) {
+// There are kernels for it. Channels of 16 bits that cannot go in pairs are few; in stacks pairs
+// gain nothing over sequential.cuh, 0.46 0.45 of the limit backward at (32,4096,256) and
+// (8,2048,2048) in bfloat16 instead of 0.45 0.47.
+constexpr bool piped_takes(PipedA way, int a_bytes, int b_bytes, int vector) {
+  if (way == PipedA::kStack) return a_bytes == b_bytes && b_bytes > 2;
   return way == PipedA::kRows || (way != PipedA::kNone && (b_bytes > 2 || vector > 1));
 }
 
@@ -193,7 +197,9 @@ struct PipedKernel {
   bool complex;
   int vector;  // neighbouring channels of a thread
   PipedRings rows, fixed, runs;
-  constexpr const PipedRings& rings(PipedA way) const {
+  PipedRing stack;
+  constexpr PipedRings rings(PipedA way) const {
+    if (way == PipedA::kStack) return {fixed.line, stack, stack};
     return way == PipedA::kRows ? rows : way == PipedA::kFixed ? fixed : runs;
   }
   constexpr PipedRing ring(Op op, PipedA way) const {
@@ -210,15 +216,22 @@ struct PipedKernel {
 //   fp32       {32, 3} 0.819 0.87   {32, 4} 0.844   {24, 4} 0.825 backward   {24, 6} 0.76
 //   complex64  {32, 3} 0.91   {20, 4} 0.88   {16, 5} 0.83   backward {16, 3} 0.88   {14, 3} 0.84
 //   bf16       {32, 4} 0.70   {32, 3} 0.69   backward {32, 3} 0.75   {24, 3} 0.66
-// The others hold as much as shared memory allows; they have not been compared with each other.
+// Of stacks at (32,4096,256) in fp32 {16, 6} 0.77, {16, 5} 0.74, {20, 4} 0.62: that one holds too
+// much in registers, and spills. The others hold as much as shared memory allows; they have not
+// been compared with each other.
+// clang-format off
 inline constexpr PipedKernel kPipedKernels[] = {
-    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}}},
-    {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
-    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {}, {}},
-    {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}},
-    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {}, {}},
-    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}}},
-    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}}}};
+    {4, 4, false, 1, {128, {32, 3}, {16, 4}}, {128, {32, 4}, {32, 3}}, {128, {32, 5}, {32, 3}},
+     {16, 6}},
+    {2, 2, false, 2, {128, {32, 3}, {20, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}, {}},
+    {2, 2, false, 1, {64, {32, 6}, {32, 4}}, {}, {}, {}},
+    {4, 2, false, 2, {128, {20, 3}, {16, 3}}, {128, {32, 4}, {32, 3}}, {128, {32, 4}, {20, 4}}, {}},
+    {4, 2, false, 1, {64, {32, 4}, {32, 3}}, {}, {}, {}},
+    {8, 8, false, 1, {128, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {24, 3}, {14, 3}},
+     {8, 5}},
+    {8, 8, true, 1, {256, {16, 3}, {10, 3}}, {256, {32, 3}, {16, 3}}, {256, {28, 3}, {14, 3}},
+     {8, 5}}};
+// clang-format on
 constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int vector) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.a_bytes == a_bytes && k.b_bytes == b_bytes && k.complex == complex &&
@@ -228,6 +241,8 @@ constexpr PipedKernel piped_kernel(int a_bytes, int b_bytes, bool complex, int v
   }
   return {};
 }
+
+inline constexpr int kMostStackWidth = 128;  // channels of a stack
 
 // Channels of a tile that is a box; 0: not a box, as these need rows of whole 16 bytes. Narrow
 // tiles are long ones, of which the chain has fewer: 32 channels instead of 64 are 0.836 0.900 of
@@ -254,11 +269,12 @@ struct PipedTiling {
   int32_t tile_steps;  // time steps of a tile
   uint32_t strips;     // tiles across inner indices
   uint32_t tiles;      // tiles along time
-  uint32_t groups;     // tiles across channels
+  uint32_t groups;     // tiles across channels; of stacks, these
   int32_t ahead;       // operands of tiles that are on their way at a time
   bool looks_back;     // for a state, to the last tiles
   PipedA way;
   bool outer_shares_a;
+  uint32_t parts, outer_part;     // of outer indices, one after the other; of a stack, its tiles
   uint32_t chain_blocks, blocks;  // that carry states, and that have tiles
   int32_t chain_team;
   // The workspace: a counter of the tiles handed out, the tiles' places, sums of da.
@@ -268,23 +284,30 @@ struct PipedTiling {
 
 // width 0: not a problem for this path.
 constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int64_t outer,
-                                   int64_t time, int64_t inner) {
+                                   int64_t time, int64_t inner, int64_t parts = 1) {
   PipedTiling t{};
-  if (op == Op::kTangent || !piped_takes(way, k.b_bytes, k.vector) ||
-      inner < kPipedLeastLanes * k.vector || inner % k.vector != 0) {
+  const bool stacks = way == PipedA::kStack;
+  if (op == Op::kTangent || (stacks && op != Op::kCotangent) ||
+      !piped_takes(way, k.a_bytes, k.b_bytes, k.vector) || inner < kPipedLeastLanes * k.vector ||
+      inner % k.vector != 0) {
     return t;
   }
   const int64_t box = piped_box_width(op, k, way, inner), width = box > 0 ? box : inner;
-  if (width > kPipedWalkers) return t;
+  if (width > kPipedWalkers ||
+      (stacks && (box == 0 || box > kMostStackWidth || inner % kBundle != 0))) {
+    return t;
+  }
   t.boxes = box > 0;
   t.way = way;
   const int64_t strips = divide_up(inner, width), steps = k.ring(op, way).steps;
   const int64_t lanes = width / k.vector, segments = kPipedWalkers / lanes;
-  const int64_t tiles = divide_up(time, segments * steps), groups = outer * strips;
+  const int64_t tiles = divide_up(time, segments * steps), groups = (stacks ? 1 : outer) * strips;
   if (time > INT32_MAX / 2 || outer > INT32_MAX / 2 || outer * inner > INT32_MAX / 2 ||
-      tiles * groups > INT32_MAX / 2) {
+      tiles * outer * strips > INT32_MAX / 2) {
     return t;
   }
+  t.outer_part = static_cast<uint32_t>(divide_up(outer, parts));
+  t.parts = static_cast<uint32_t>(stacks ? divide_up(outer, int64_t{t.outer_part}) : 1);
   t.width = static_cast<int32_t>(width);
   t.lanes = static_cast<int32_t>(lanes);
   t.segments = static_cast<int32_t>(segments);
@@ -297,16 +320,45 @@ constexpr PipedTiling piped_tiling(Op op, const PipedKernel& k, PipedA way, int6
   const int64_t of_operand = segments * steps * width * bytes / (streams + rows_of_a);
   t.ahead =
       static_cast<int32_t>(std::max((kPipedBytesAhead + of_operand / 2) / of_operand, int64_t{2}));
-  t.looks_back =
-      k.state_bytes() == 8 && groups >= kPipedLeastLooking && groups <= kPipedMostLooking;
+  t.looks_back = !stacks && k.state_bytes() == 8 && groups >= kPipedLeastLooking &&
+                 groups <= kPipedMostLooking;
   const size_t places =
       tiles > 1 ? static_cast<size_t>(tiles) * divide_up(outer * inner, kBundle) : 0;
   t.sums_offset = align_up(kPipedPlacesOffset + places * kBundle * 2 * k.state_bytes());
-  const bool sums = op == Op::kCotangent && way == PipedA::kFixed;
-  t.bytes = t.sums_offset + (sums ? static_cast<size_t>(tiles) * outer * inner *
-                                        static_cast<size_t>(k.state_bytes())
-                                  : 0);
+  const bool over_time = op == Op::kCotangent && way == PipedA::kFixed;
+  const int64_t sums = over_time ? tiles * outer * inner : t.parts > 1 ? t.parts * time * inner : 0;
+  t.bytes = t.sums_offset + static_cast<size_t>(sums) * static_cast<size_t>(k.state_bytes());
   return t;
+}
+
+// Where da is summed over outer indices a block has a stack: tiles of all of these, or of a part,
+// one after the other. Blocks are to have as many tiles each.
+inline constexpr int64_t kLeastPart = 4, kMostParts = 16;
+struct Stacks {
+  int64_t parts, chain_blocks;
+};
+// `most_chain`: what plan_chain() wants, 0 if there is none; `least_chain`: what carries all. Costs
+// are in sixths of a tile's time: beside its tiles a stack costs half a one, and sums of parts a
+// launch and what is written and read of them.
+constexpr Stacks plan_stacks(int64_t stacks, int64_t outer, int64_t least_chain, int64_t most_chain,
+                             int64_t multiprocessors) {
+  Stacks best{1, most_chain};
+  int64_t least = INT64_MAX;
+  for (int64_t chain = most_chain; chain >= least_chain; chain /= 2) {
+    for (int64_t parts = 1; parts <= kMostParts; ++parts) {
+      const int64_t tiles = divide_up(outer, parts);
+      if (parts > 1 && tiles < kLeastPart) break;
+      const int64_t rounds = divide_up(stacks * divide_up(outer, tiles), multiprocessors - chain);
+      const int64_t sums = parts > 1 ? 6 + 4 * parts * stacks / multiprocessors : 0;
+      const int64_t cost = rounds * (6 * tiles + 3) + sums;
+      if (cost < least) {
+        least = cost;
+        best = {parts, chain};
+      }
+    }
+    if (chain == 0) break;
+  }
+  return best;
 }
 
 // Of a block.
@@ -319,13 +371,23 @@ constexpr PipedTiling plan_piped(Op op, const PipedKernel& k, PipedA way, int64_
                                  int shared_bytes) {
   PipedTiling t = piped_tiling(op, k, way, outer, time, inner);
   if (t.width == 0 || multiprocessors < 16 || shared_bytes < kPipedSharedBytes) return {};
-  const Chain chain = plan_chain(t.tiles, divide_up(outer * inner, kBundle), kPipedChainWarps,
-                                 kPipedTeam, multiprocessors);
+  const int64_t bundles = divide_up(outer * inner, kBundle);
+  Chain chain = plan_chain(t.tiles, bundles, kPipedChainWarps, kPipedTeam, multiprocessors);
   if (t.tiles > 1 && chain.blocks == 0) return {};
+  if (way == PipedA::kStack) {
+    const int64_t least = divide_up(bundles, int64_t{kMostTurns} * kPipedChainWarps);
+    const Stacks stacks = plan_stacks(int64_t{t.tiles} * t.strips, outer,
+                                      std::min(least, chain.blocks), chain.blocks, multiprocessors);
+    t = piped_tiling(op, k, way, outer, time, inner, stacks.parts);
+    chain.blocks = stacks.chain_blocks;
+    while (chain.team > 1 && bundles * chain.team > chain.blocks * kPipedChainWarps) {
+      chain.team /= 2;
+    }
+  }
   t.chain_blocks = static_cast<uint32_t>(chain.blocks);
   t.chain_team = chain.team;
-  t.blocks =
-      static_cast<uint32_t>(std::min(int64_t{t.tiles} * t.groups, multiprocessors - chain.blocks));
+  t.blocks = static_cast<uint32_t>(
+      std::min(int64_t{t.tiles} * t.groups * t.parts, multiprocessors - chain.blocks));
   return t;
 }
 
@@ -993,7 +1055,7 @@ constexpr size_t workspace_bytes_per_channel(int64_t time, DType state) {
   for (const PipedKernel& k : kPipedKernels) {
     if (k.state_bytes() != byte_size(state)) continue;
     for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
-      if (!piped_takes(way, k.b_bytes, k.vector)) continue;
+      if (!piped_takes(way, k.a_bytes, k.b_bytes, k.vector)) continue;
       const int steps = std::min(k.ring(Op::kScan, way).steps, k.ring(Op::kCotangent, way).steps);
       const size_t shortest = divide_up(time, steps);
       piped = std::max(piped, shortest * bytes * (way == PipedA::kFixed ? 7 : 5) / 2);

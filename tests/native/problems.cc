@@ -139,6 +139,21 @@ bool draw_sum(Case& c, const Limits& limits) {
   return true;
 }
 
+// Now and then, what the pipeline sums over outer indices: all of these, in full rows, with time
+// enough for several tiles.
+bool draw_stacks(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0x8cb92ba72f3d8dd7u);
+  if (!random.chance(0.03)) return false;
+  const int64_t inner = 32 * random.pick(1, 9);
+  c.sizes = {4 * ((8192 + 4 * inner - 1) / (4 * inner) + random.pick(0, 2)), 1, inner};
+  c.axis = 1;
+  c.arrays[kDaOut].broadcast = 1u << 0;
+  const int64_t most = limits.largest_bytes * 3 / 2 / byte_size(c.state) / c.elements();
+  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, 700));
+  if (random.chance(0.3)) c.sizes[1] = (c.sizes[1] + 63) / 64 * 64;
+  return true;
+}
+
 // Now and then, whole rows of many channels, of which a or the resets are the same for some.
 bool draw_rows(Case& c, const Limits& limits) {
   Random random(c.seed ^ 0xa0761d6478bd642fu);
@@ -964,8 +979,9 @@ Case draw(uint64_t seed, const Limits& limits) {
   constexpr DType kReal[] = {DType::kF32, DType::kF32, DType::kBF16, DType::kF16};
   if (plain) type = of_a = waves ? kReal[c.seed % 4] : c.state;
   free = free && !plain;
-  const bool sums =
-      !few && !waves && limits.sums && c.op == Op::kCotangent && !free && draw_sum(c, limits);
+  const bool may_sum = !few && !waves && limits.sums && c.op == Op::kCotangent && !free;
+  const bool stacks = may_sum && draw_stacks(c, limits);
+  const bool sums = stacks || (may_sum && draw_sum(c, limits));
   const bool streams = !few && !waves && !sums && !free && c.op != Op::kTangent;
   bool shared = false;
   const bool tiles = streams && draw_tiles(c, limits, shared);
@@ -1044,6 +1060,11 @@ Case draw(uint64_t seed, const Limits& limits) {
   if (rows || tiles || waves) fill_rows(c);
   if (rows) share_rows(c);
   if (tiles && shared) share_tiles(c);
+  if (stacks) {
+    fill_rows(c);
+    c.arrays[kA].broadcast = c.arrays[kDaOut].broadcast = kOuter;
+    if (Random(c.seed ^ 0x589965cc75374cc3u).chance(0.7)) c.arrays[kDaOut].dtype = c.state;
+  }
   // As where da is summed: it has the shape of a.
   if (sums && Random(c.seed ^ 0x8ebc6af09c88c6e3u).chance(0.5)) {
     for (Array& array : c.arrays) {

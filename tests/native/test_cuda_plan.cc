@@ -151,19 +151,40 @@ void check_piped(const PipedKernel& k, PipedA way, Op op, int64_t outer, int64_t
   holds(t.width <= kPipedWalkers, "one thread speaks for each channel");
   holds(int64_t{t.tiles} * t.tile_steps >= time, "piped tiles cover time");
   holds(int64_t{t.strips} * t.width >= inner && (t.strips - 1) * int64_t{t.width} < inner &&
-            t.groups == t.strips * outer,
+            t.groups == t.strips * (way == PipedA::kStack ? 1 : outer),
         "piped tiles cover channels");
   const int piece = 16 / std::min(k.a_bytes, k.b_bytes);
   holds(t.boxes ? t.width % piece == 0 && inner % piece == 0 && t.tile_steps <= 256 : t.strips == 1,
         "boxes are what can be copied");
   holds(t.ahead >= 2, "operands of piped tiles on their way");
-  holds(t.bytes <= workspace_bytes(op, outer, time, inner, state), "workspace of the piped path");
+  holds(way == PipedA::kStack || t.bytes <= workspace_bytes(op, outer, time, inner, state),
+        "workspace of the piped path");
   const int64_t bundles = divide_up(outer * inner, kBundle);
-  const auto [blocks, team] = plan_chain(t.tiles, bundles, kPipedChainWarps, kPipedTeam, 132);
-  const int64_t turns = team == 1 ? kMostTurns : 1;
-  holds(blocks <= 8 && kPipedChainWarps % team == 0, "the chain is small");
-  holds(blocks == 0 || blocks * (kPipedChainWarps / team) * turns >= bundles,
-        "the chain carries all");
+  const int warps = kPipedChainWarps;
+  for (const int multiprocessors : {16, 78, 132, 160}) {
+    const PipedTiling plan =
+        plan_piped(op, k, way, outer, time, inner, multiprocessors, kPipedSharedBytes);
+    if (plan.width == 0) continue;
+    const int64_t turns = plan.chain_team == 1 ? kMostTurns : 1;
+    holds(16 * plan.chain_blocks <= uint32_t(multiprocessors) && warps % plan.chain_team == 0,
+          "the chain is small");
+    holds(t.tiles == 1 ? plan.chain_blocks == 0
+                       : plan.chain_blocks * (warps / plan.chain_team) * turns >= bundles,
+          "the chain carries all");
+    holds(plan.blocks >= 1 && plan.chain_blocks + plan.blocks <= uint32_t(multiprocessors),
+          "all blocks are there at once");
+    if (way != PipedA::kStack) continue;
+    holds(int64_t{plan.parts} * plan.outer_part >= outer &&
+              (plan.parts - 1) * int64_t{plan.outer_part} < outer && plan.parts <= kMostParts,
+          "parts cover outer indices");
+    Problem p;
+    p.op = op;
+    p.state = state;
+    p.outer = p.da_outer_run = outer;
+    p.time = time;
+    p.inner = inner;
+    holds(!sums_over_runs(p) || plan.bytes <= da_sums_bytes(p), "workspace of stacks");
+  }
 }
 
 void check_lined(Op op, int64_t channels, int64_t time) {
@@ -248,7 +269,7 @@ int main(int argc, char** argv) {
     const int64_t outer = pick(14), time = pick(20), inner = pick(13);
     check(op, outer, time, inner, states[random() % 4]);
     for (const PipedKernel& k : kPipedKernels) {
-      for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns}) {
+      for (const PipedA way : {PipedA::kRows, PipedA::kFixed, PipedA::kRuns, PipedA::kStack}) {
         check_piped(k, way, op, outer, time, inner);
       }
     }
