@@ -143,8 +143,8 @@ bool draw_sum(Case& c, const Limits& limits) {
 // enough for several tiles.
 bool draw_stacks(Case& c, const Limits& limits) {
   Random random(c.seed ^ 0x8cb92ba72f3d8dd7u);
-  if (!random.chance(0.03)) return false;
-  const int64_t inner = 32 * random.pick(1, 9);
+  if (!random.chance(0.04)) return false;
+  const int64_t inner = 32 * (random.chance(0.6) ? random.pick(1, 9) : random.pick(32, 80));
   c.sizes = {4 * ((8192 + 4 * inner - 1) / (4 * inner) + random.pick(0, 2)), 1, inner};
   c.axis = 1;
   c.arrays[kDaOut].broadcast = 1u << 0;
