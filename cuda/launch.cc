@@ -211,6 +211,11 @@ cudaError_t current_device(Device& device) {
   ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.multiprocessor_shared_bytes);
   ask(cudaDevAttrComputeCapabilityMajor, device.capability_major);
   ask(cudaDevAttrCooperativeLaunch, device.cooperative);
+  // Older drivers have no such kernels in the bodies of a graph's conditionals, where XLA may put a
+  // call: https://github.com/NVIDIA-NeMo/Speech/pull/9869
+  int driver = 0;
+  if (error == cudaSuccess) error = cudaDriverGetVersion(&driver);
+  if (driver < 12060) device.cooperative = 0;
   return error;
 }
 

@@ -927,7 +927,7 @@ inline constexpr int kResidentWarps = 16;  // of a block, at most
 // Steps of a segment that are in registers, of a scan for which shared memory does not suffice.
 inline constexpr int kResidentHeld = 12;
 inline constexpr int kResidentBytes = 15 * 1024;  // of a block's shared memory, beside operands
-// More than any GPU has room for, and the fewest steps of a piece: what the workspace is sized by.
+// The most elements, and the fewest steps of a piece: what the workspace is sized by.
 inline constexpr int64_t kMostResident = int64_t{1} << 23;
 inline constexpr int kShortestPiece = 128;
 

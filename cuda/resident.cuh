@@ -25,6 +25,7 @@
 
 #include <type_traits>
 
+#include "cuda/cluster.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 #include "cuda/tma.cuh"
@@ -32,25 +33,18 @@
 namespace jax_scan {
 namespace resident {
 
-// Maps are certain while no product of factors exceeds `product` and no result from the state zero
-// `local`, within a piece and from piece to piece: over both, all is within Bounds then.
-inline constexpr float kProduct = 0x1p20f, kLocal = 0x1p78f;
+// What a piece tells of its map, and when one is certain: within a piece, from piece to piece of
+// those that a thread puts together, and from thread to thread of a warp.
+using Message = cluster::Message<float>;
+using Limits = cluster::Limits<float>;
 __device__ __forceinline__ bool within(float product, float local) {
-  return product <= kProduct && local <= kLocal;
+  return product <= Limits::product && local <= Limits::local;
 }
+// The largest state that a warp's pieces may be applied to: with these three one in another its
+// products stay below 2^120, and what they make of the state zero below 2^118.
+inline constexpr float kMostState = 0x1p60f;
+static_assert(kMostState * Limits::product * Limits::product * Limits::product <= 0x1p120f);
 
-// The map of a piece. All bits of `a` set: it is not certain.
-struct alignas(8) Message {
-  uint32_t a;
-  float b;
-  __device__ static Message of(Affine<float> map, bool certain) {
-    const uint32_t a = __float_as_uint(map.a);
-    // One NaN is as good as another.
-    return {!certain ? 0xffffffffu : a == 0xffffffffu ? 0x7fffffffu : a, map.b};
-  }
-  __device__ bool certain() const { return a != 0xffffffffu; }
-  __device__ Affine<float> map() const { return {__uint_as_float(a), b}; }
-};
 // The state that leaves a piece, once it is there.
 struct alignas(8) Left {
   float state;
@@ -102,6 +96,9 @@ __device__ __forceinline__ void scan_piece(const Args& p, const Tensors& tensors
   __shared__ Message earlier_pieces[kResidentWarps][32];
   __shared__ bool certain_here[32];
   __shared__ S carry[32];
+  static_assert(sizeof(arrived) + sizeof(h_arrived) + sizeof(maps) + sizeof(bounds) +
+                    sizeof(earlier_pieces) + sizeof(certain_here) + sizeof(carry) <=
+                kResidentBytes - 128);
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
@@ -320,7 +317,7 @@ __device__ __forceinline__ void scan_piece(const Args& p, const Tensors& tensors
 #pragma unroll 4
     for (int k = 0; k < used; ++k) {
       const Message message = earlier_pieces[k][column];
-      usual = usual & message.certain() & state_within(s);
+      usual = usual & message.certain() & (magnitude(s) <= kMostState);
       s = apply(message.map(), s);
     }
     if (!usual) {

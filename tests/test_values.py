@@ -525,6 +525,32 @@ def test_a_product_that_overflows_stays_infinite(case, reverse):
             np.testing.assert_allclose(np.where(h > 2.0**117, h, 0), expected, rtol=1e-3)
 
 
+# As cuda/resident.cuh divides time on 132 multiprocessors: into pieces, of which a lane takes some.
+@pytest.mark.parametrize(
+    ("length", "channels", "piece", "share"),
+    [(131072, 16, 1014, 5), (131072, 8, 1000, 4), (65536, 16, 500, 7)],
+)
+def test_factors_that_overflow_between_pieces_of_time(length, channels, piece, share):
+    """A state, and factors that are large at the ends of three pieces, then small."""
+    a = np.ones(length, np.float32)
+    third = (share + 2) * piece - 1
+    for end in (share * piece, (share + 1) * piece, third):
+        a[end - 19 : end] = 2
+    a[third] = 2.0**-38
+    expected = np.empty(length, np.float32)
+    state = np.float32(2.0**75)
+    with np.errstate(over="ignore"):
+        for t in range(length):
+            expected[t] = state = a[t] * state
+    assert np.isinf(expected[-1])
+
+    shape = (1, length, channels)
+    factors = np.broadcast_to(a[None, :, None], shape).copy()
+    h0 = np.full((1, channels), 2.0**75, np.float32)
+    h = jax.jit(linear_scan)(factors, np.zeros(shape, np.float32), h0)
+    np.testing.assert_array_equal(h, np.broadcast_to(expected[None, :, None], shape))
+
+
 @pytest.mark.parametrize("length", [5, 3000])
 def test_first_factor_is_not_read(length):
     case = Case("", (2, length, 3))
