@@ -502,6 +502,7 @@ struct Call {
   bool by_name;  // a path that is asked for by name takes however few channels
   void* workspace;
   cudaStream_t stream;
+  bool without_pipes = false;  // piped.cuh has turned out not to be there
 };
 
 // The paths. cudaErrorNotSupported: the problem is not one for it.
@@ -568,7 +569,9 @@ cudaError_t run_boxed(const Call& c) {
 bool pipes_better(const Call& c) {
   const Problem& p = c.p;
   const StreamTypes t = c.types;
-  if (c.by_name || p.da_over_runs() || !piped_for(p, t, c.device).launch) return false;
+  if (c.by_name || c.without_pipes || p.da_over_runs() || !piped_for(p, t, c.device).launch) {
+    return false;
+  }
   const int bytes = byte_size(t.b), multiprocessors = c.device.multiprocessors;
   const int64_t groups = divide_up(p.channels(), 32);
   if (!in_pieces(p, p.x)) {
@@ -604,7 +607,9 @@ cudaError_t run_sequential(const Call& c) {
   // (128,300,128) 0.62 0.49.
   const bool few = stacked && p.channels() * p.time >= 8'000'000 &&
                    (plan.groups == 2 || (p.inner >= 2048 && p.channels() <= 16384));
-  if (few && !c.by_name && piped_for(p, c.types, c.device).launch) return cudaErrorNotSupported;
+  if (few && !c.by_name && !c.without_pipes && piped_for(p, c.types, c.device).launch) {
+    return cudaErrorNotSupported;
+  }
   plan.most_bytes = c.device.shared_bytes;
   plan.a = copies(p, p.a);
   plan.x = copies(p, p.x);
@@ -722,10 +727,11 @@ cudaError_t launch(const Problem& p, void* workspace, cudaStream_t stream, Path 
     const cudaError_t queued = candidate.run(call);
     if (queued != cudaErrorNotSupported) return queued;
   }
-  // What sequential.cuh has left to another path that turned out not to be there.
-  return p.da_over_runs() && path == Path::kAuto
-             ? run_sequential({p, types, call.kernels, device, true, workspace, stream})
-             : cudaErrorNotSupported;
+  if (!p.da_over_runs() || path != Path::kAuto) return cudaErrorNotSupported;
+  // What sequential.cuh has left to piped.cuh.
+  Call without = call;
+  without.without_pipes = true;
+  return run_sequential(without);
 }
 
 }  // namespace jax_scan

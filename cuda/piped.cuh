@@ -867,6 +867,7 @@ __device__ void await_states(Shared<T>& shared, const Problem& p, const PipedTil
       }
     }
     from_steps = __any_sync(0xffffffffu, from_steps);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       shared.in_turns[stage] = from_steps;
       shared.entered[stage].arrive();
@@ -1077,23 +1078,19 @@ __device__ void run_tiles(Shared<T>& shared, const Problem& p, const PipedTiling
     if constexpr (T::kStack) {
       if (!ends) continue;
       const int64_t first = offset - o * p.time * p.inner;
-      const auto put = [&]<class E>(E* out) {
+      static_assert(std::is_same_v<A, S>);
+      const auto put = [&](S* out) {
         Place da(out + first);
 #pragma unroll
         for (int k = 0; k < T::kSteps; ++k) {
-          Pack<E, V> pack;
-#pragma unroll
-          for (int v = 0; v < V; ++v) pack.v[v] = store_as<E>(da_sums[k].v[v]);
-          if (k < mine.count) da.put(pack);
-          da.step(out_jump * sizeof(E));
+          if (k < mine.count) da.put(da_sums[k]);
+          da.step(out_jump * sizeof(S));
         }
       };
       if (t.parts > 1) {
         put(sums + o / t.outer_part * p.time * p.inner);
-      } else if (p.da_out.dtype == kDType<S>) {
-        put(static_cast<S*>(p.da_out.data));
       } else {
-        put(static_cast<A*>(p.da_out.data));
+        put(static_cast<S*>(p.da_out.data));
       }
     }
   }

@@ -144,12 +144,18 @@ bool draw_sum(Case& c, const Limits& limits) {
 bool draw_stacks(Case& c, const Limits& limits) {
   Random random(c.seed ^ 0x8cb92ba72f3d8dd7u);
   if (!random.chance(0.04)) return false;
-  const int64_t inner = 32 * (random.chance(0.6) ? random.pick(1, 9) : random.pick(32, 80));
-  c.sizes = {4 * ((8192 + 4 * inner - 1) / (4 * inner) + random.pick(0, 2)), 1, inner};
+  // Wide and few, they are as many as there are blocks and more.
+  const bool many = random.chance(0.3);
+  const int64_t inner = 32 * (many                 ? 64
+                              : random.chance(0.6) ? random.pick(1, 9)
+                                                   : random.pick(32, 80));
+  const int64_t more = many ? 0 : random.pick(0, 2);
+  c.sizes = {4 * ((8192 + 4 * inner - 1) / (4 * inner) + more), 1, inner};
   c.axis = 1;
   c.arrays[kDaOut].broadcast = 1u << 0;
   const int64_t most = limits.largest_bytes * 3 / 2 / byte_size(c.state) / c.elements();
-  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, 700));
+  const int64_t longest = std::clamp<int64_t>(most, 1, 700);
+  c.sizes[1] = many && random.chance(0.6) ? longest : random.pick(1, longest);
   if (random.chance(0.3)) c.sizes[1] = (c.sizes[1] + 63) / 64 * 64;
   return true;
 }
