@@ -17,15 +17,23 @@ from jax_scan import linear_scan
 GPU = jax.default_backend() == "gpu"
 
 
-def seconds(f: Any, *x: Any, repeat: int = 7) -> float:
-    """The least of several times: other processes share the device."""
-    jax.block_until_ready(f(*x))
-    best = float("inf")
-    for _ in range(repeat):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*x))
-        best = min(best, time.perf_counter() - start)
-    return best
+def least_times(*calls: Any, until: Any, rounds: int = 40) -> tuple[bool, list[float]]:
+    """Seconds of each call, the least over rounds in turn, until `until` holds for them.
+
+    A neighbour on the machine delays some rounds, a slow path all of them.
+    """
+    for f in calls:
+        jax.block_until_ready(f())
+    best = [float("inf")] * len(calls)
+    for left in reversed(range(rounds)):
+        for i, f in enumerate(calls):
+            start = time.perf_counter()
+            jax.block_until_ready(f())
+            best[i] = min(best[i], time.perf_counter() - start)
+        if until(*best) or not left:
+            break
+        time.sleep(0.05)
+    return until(*best), best
 
 
 def given(*shape: int) -> list[jax.Array]:
@@ -45,7 +53,10 @@ def test_P1_faster_than_lax_scan(f):
         for scan in (linear_scan, lax_scan)
     )
     limit = 0.1 if GPU else 1
-    assert seconds(ours, *x) < limit * seconds(loop, *x, repeat=2)
+    fast, times = least_times(
+        partial(ours, *x), partial(loop, *x), until=lambda ours, loop: ours < limit * loop
+    )
+    assert fast, times
 
 
 @pytest.mark.parametrize("shape", [(1, 30000, 1), (1, 10**6, 1)])
@@ -53,14 +64,20 @@ def test_P1_one_long_channel(shape):
     """Parallel over time where there is nothing else: far from a launch or a microsecond a step."""
     x = given(*shape)
     for f in (linear_scan, partial(gradient, linear_scan)):
-        assert seconds(jax.jit(f), *x) < 0.001 + shape[1] * 5e-8
+        fast, times = least_times(
+            partial(jax.jit(f), *x), until=lambda t: t < 0.001 + shape[1] * 5e-8
+        )
+        assert fast, times
 
 
 @pytest.mark.parametrize("shape", [(4, 4096, 64), (1, 2**17, 4)])
 def test_P1_no_power_of_two_is_needed(shape):
     f = jax.jit(partial(gradient, linear_scan))
     even, odd = given(*shape), given(shape[0], shape[1] + 1, shape[2])
-    assert seconds(f, *odd) < 2 * seconds(f, *even) + 1e-4
+    fast, times = least_times(
+        partial(f, *odd), partial(f, *even), until=lambda odd, even: odd < 2 * even + 1e-4
+    )
+    assert fast, times
     memory = [f.lower(*x).compile().memory_analysis().temp_size_in_bytes for x in (even, odd)]
     assert memory[1] < 1.1 * memory[0] + 4096
 
