@@ -134,13 +134,6 @@ std::string name_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
-std::optional<DType> state_dtype_of(std::string_view text) {
-  for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
-    if (text == name(t)) return t;
-  }
-  return std::nullopt;
-}
-
 // A buffer's shape with its axes as they lie in memory.
 class Dims {
  public:
@@ -239,6 +232,13 @@ class Checker {
 };
 
 }  // namespace
+
+std::optional<DType> state_dtype_of(std::string_view text) {
+  for (DType t : {DType::kF32, DType::kF64, DType::kC64, DType::kC128}) {
+    if (text == name(t)) return t;
+  }
+  return std::nullopt;
+}
 
 std::optional<DType> dtype_of(ffi::DataType t) {
   switch (t) {

@@ -40,6 +40,7 @@ struct Call {
 
 // The dtype of what an operand or result holds; nothing for those that none may have.
 std::optional<DType> dtype_of(xla::ffi::DataType type);
+std::optional<DType> state_dtype_of(std::string_view name);
 
 // Where the elements of a row-major operand of shape `dims` lie when it is broadcast to `full`,
 // with time on `axis`; `repeated` as in Attributes. False when it takes too many axes.

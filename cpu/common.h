@@ -59,7 +59,7 @@ int64_t bytes_moved(const Problem& p) {
     if (input->data && input->at.time_stride != 0) each += byte_size(input->dtype);
   }
   if (p.y.data) each += byte_size(p.y.dtype);
-  if (p.da_out.data && !p.da_over_time) each += byte_size(p.da_out.dtype);
+  if (p.da_out.data && !p.da_over_time && !p.da_over_runs()) each += byte_size(p.da_out.dtype);
   return each * p.channels() * p.time;
 }
 

@@ -43,32 +43,33 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
                int64_t axis, int64_t length, bool reverse, bool has_h0, bool time_last,
                ffi::Span<const int64_t> repeated) {
   Call call;
-  const ffi::Error error = decode(
-      kOp, args, rets,
-      {operands, results, state, axis, length, reverse, has_h0, time_last,
-       std::span(repeated.begin(), repeated.size())},
-      [](const Problem&) { return false; }, call);
+  const ffi::Error error = decode(kOp, args, rets,
+                                  {operands, results, state, axis, length, reverse, has_h0,
+                                   time_last, std::span(repeated.begin(), repeated.size())},
+                                  sums_da, call);
   if (error.failure()) return error;
   const Problem& problem = call.problem;
   advise_huge_pages(problem.y, problem.channels() * problem.time);
-  if (!problem.da_over_time) {
+  if (!problem.da_over_time && !problem.da_over_runs()) {
     advise_huge_pages(problem.da_out, problem.channels() * problem.time);
   }
   const bool serial = problem.channels() * problem.time < kSerialElements;
   const int64_t threads = serial ? 1 : pool.num_threads();
   const Tiling tiling(problem, threads);
   const InstructionSet set = best_instruction_set();
-  std::atomic<bool> out_of_memory{false};
+  std::atomic<bool> out_of_memory{!tiling.ready()};
+  const int64_t tiles = tiling.ready() ? tiling.count() : 0;
   parallel_for(
-      tiling.count(), threads - 1, [&](auto task) { pool.Schedule(std::move(task)); },
+      tiles, threads - 1, [&](auto task) { pool.Schedule(std::move(task)); },
       [&](int64_t index) {
         if (!run_tile(problem, tiling.blocks(), tiling.tile(index), set)) {
           out_of_memory.store(true, std::memory_order_relaxed);
         }
       });
   if (out_of_memory.load(std::memory_order_relaxed)) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_scan: no memory for row buffers");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_scan: no memory for buffers");
   }
+  tiling.finish(problem);
   return ffi::Error::Success();
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 
 #include "core/dtype.h"
 #include "core/problem.h"
@@ -75,12 +76,38 @@ Blocks::Blocks(const Problem& p) {
   }
 }
 
+// Channels of a run that are summed at a time, by one tile: as many whatever the number of threads,
+// for the order of a sum decides its bits. 1: a run has no such parts.
+constexpr int64_t kMostSummed = 256;
+
+static int64_t part_of_run(int64_t run) {
+  for (int64_t part = std::min(run, kMostSummed); part >= kLeastLanes; --part) {
+    if (run % part == 0) return part;
+  }
+  return 1;
+}
+
+bool sums_da(const Problem& p) {
+  if (p.op != Op::kCotangent || p.da_outer_run > 1 || p.inner < kLeastLanes) return false;
+  const Blocks blocks(p);
+  return part_of_run(p.da_inner_run) > 1 && (!blocks.cut() || blocks[0].chunks == 1);
+}
+
 Block Blocks::operator[](int64_t index) const {
   if (index < full_) return {index * chunks_ * steps_, chunks_, steps_};
   return rest_[index - full_];
 }
 
 Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
+  if (p.da_out.data && p.da_over_runs()) {
+    part_ = part_of_run(p.da_inner_run);
+    sums_ = p.da_out;
+    if (part_ < p.da_inner_run) {
+      const int64_t parts = p.channels() / part_ * p.time;
+      sums_of_parts_.reset(new (std::nothrow) std::byte[parts * byte_size(p.state)]);
+      sums_ = {sums_of_parts_.get(), p.state};
+    }
+  }
   if (blocks_.cut()) {
     inner_ = width_ = p.inner;
     groups_ = p.inner > 0 ? p.outer : 0;
@@ -103,10 +130,10 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
   groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
   // Whole rows where that gives every thread something to do.
   const int64_t most = p.inner >= kLeastLanes ? kWide : kFarApart;
-  width_ = std::min(inner_, most);
+  width_ = std::min(inner_, most) / part_ * part_;
   const int64_t least = p.inner >= kLeastLanes ? kNarrow : kLeastLanes;
   while (width_ >= 2 * least && groups_ * ((inner_ + width_ - 1) / width_) < 2 * threads) {
-    width_ /= 2;
+    width_ = width_ / 2 / part_ * part_;
   }
   per_group_ = inner_ > 0 ? (inner_ + width_ - 1) / width_ : 0;
   count_ = groups_ * per_group_;
@@ -115,10 +142,41 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
 Tile Tiling::tile(int64_t index) const {
   if (handoffs_) {
     const int64_t group = index % groups_;
-    return {group * inner_, width_, &handoffs_[group], sharers_};
+    return {group * inner_, width_, &handoffs_[group], sharers_, part_, sums_};
   }
-  const int64_t first = index % per_group_ * width_;
-  return {index / per_group_ * inner_ + first, std::min(width_, inner_ - first)};
+  const int64_t first = index % per_group_ * width_, width = std::min(width_, inner_ - first);
+  return {index / per_group_ * inner_ + first, width, nullptr, 1, part_, sums_};
+}
+
+template <class S>
+static void sum_parts(const S* from, int64_t parts, const Output& to, int64_t count) {
+  visit<S>(to.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (int64_t k = 0; k < count; ++k, from += parts) {
+      S sum = from[0];
+      for (int64_t j = 1; j < parts; ++j) sum = sum + from[j];
+      static_cast<T*>(to.data)[k] = store_as<T>(sum);
+    }
+  });
+}
+
+void Tiling::finish(const Problem& p) const {
+  if (!sums_of_parts_) return;
+  const int64_t parts = p.da_inner_run / part_, count = p.channels() / p.da_inner_run * p.time;
+  const auto sum = [&](auto tag) {
+    using S = decltype(tag);
+    sum_parts(reinterpret_cast<const S*>(sums_of_parts_.get()), parts, p.da_out, count);
+  };
+  switch (p.state) {
+    case DType::kF64:
+      return sum(double{});
+    case DType::kC64:
+      return sum(Complex64{});
+    case DType::kC128:
+      return sum(Complex128{});
+    default:
+      return sum(float{});
+  }
 }
 
 bool run_tile(const Problem& problem, const Blocks& blocks, const Tile& tile, InstructionSet set) {

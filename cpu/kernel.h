@@ -49,6 +49,10 @@ class Blocks {
   Block rest_[3];
 };
 
+// Whether the kernel sums da over the runs that the problem asks for: runs of enough neighbouring
+// channels, whose steps lie side by side. The answer depends on sizes and the state's type alone.
+bool sums_da(const Problem& problem);
+
 // A group of neighbouring channels, counted over (outer, inner) in row-major order. Tiles of the
 // same channels share their blocks of time.
 struct Tile {
@@ -56,6 +60,10 @@ struct Tile {
   int64_t width;
   Handoff* handoff = nullptr;  // none where all blocks are this tile's
   int64_t sharers = 1;         // tiles of these channels
+  // Where da is summed over runs of channels: so many of a run are summed here, none of which is
+  // another tile's, into arrays (outer, time, inner / part).
+  int64_t part = 1;
+  Output sums;
 };
 
 // How a Problem is cut into tiles. Neither the number of threads nor the order of the tiles changes
@@ -64,9 +72,13 @@ class Tiling {
  public:
   Tiling(const Problem& problem, int64_t threads);
 
+  // False when there was no memory for sums over parts of runs. Tiles must not be walked then.
+  bool ready() const { return part_ == 1 || sums_.data; }
   int64_t count() const { return count_; }
   Tile tile(int64_t index) const;
   const Blocks& blocks() const { return blocks_; }
+  // Once all tiles have been walked: sums over runs from those over their parts.
+  void finish(const Problem& problem) const;
 
  private:
   Blocks blocks_;
@@ -81,6 +93,9 @@ class Tiling {
   };
   std::unique_ptr<CacheLine[]> values_;  // of the handoffs
   std::unique_ptr<Handoff[]> handoffs_;
+  int64_t part_ = 1;  // of a run of channels over which da is summed
+  Output sums_;
+  std::unique_ptr<std::byte[]> sums_of_parts_;  // in the state's type, where runs have several
 };
 
 // What the kernel is compiled for. All give the same bits, for all do the same operations in the

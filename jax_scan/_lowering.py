@@ -70,12 +70,10 @@ def _with_kernel(
     one_step = {"state", "dstate", "dh0"}
     raw = [kernel_result(r, step if r.name in one_step else full) for r in results]
     if results[0].name == "da":
-        shapes = _sums(results[0].shape, full, axis)
-        if platform != "cuda" or split:
-            shapes = [shape for shape in shapes if shape == step]
-        for shape in shapes:
+        for shape in _sums(results[0].shape, full, axis):
             summed = [kernel_result(results[0], shape), *raw[1:]]
-            if shape == step or _workspace_for_sum(args, operands, summed, full, recurrence):
+            asked = args, operands, summed, full, recurrence
+            if shape == step or (not split and _sums_over_runs(platform, *asked)):
                 raw = summed
                 break
 
@@ -111,8 +109,8 @@ def _plain(
     if platform == "cuda":
         size = _workspace_for_sum(args, operands, raw, full, recurrence)
         if size is None:
-            sizes = math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
-            size = _native.module(platform).workspace_bytes(op.name, *sizes, recurrence.state.name)
+            sizes = op.name, *_sizes(full, axis), recurrence.state.name
+            size = _native.module(platform).workspace_bytes(*sizes)
         workspace.append(Result("workspace", (size,), _BYTE))
     return _custom_call.bind(
         *args,
@@ -140,6 +138,35 @@ def _sums(shape: Shape, full: Shape, axis: int) -> list[Shape]:
     return [sum_shape for sum_shape in found if sum_shape != full]
 
 
+def _sums_over_runs(
+    platform: str,
+    args: Sequence[jax.Array],
+    operands: tuple[str, ...],
+    raw: list[Result],
+    full: Shape,
+    recurrence: Recurrence,
+) -> bool:
+    """Whether the kernel sums da over other axes than time, to the shape that it has in `raw`."""
+    if platform == "cuda":
+        return _workspace_for_sum(args, operands, raw, full, recurrence) is not None
+    if not all(isinstance(n, int) for n in full):
+        return False
+    axis = recurrence.axis
+    sizes = *_sizes(full, axis), *_runs(raw[0].shape, full, axis), recurrence.state.name
+    return _native.module(platform).sums_da(*sizes)
+
+
+def _sizes(full: Shape, axis: int) -> tuple[int, int, int]:
+    """Sizes outside of time, in time and within, as core/problem.h has them."""
+    return math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
+
+
+def _runs(shape: Shape, full: Shape, axis: int) -> tuple[int, int]:
+    """How many neighbouring inner indices, and outer ones, have an element of `shape` in common."""
+    outer, _, inner = _sizes(full, axis)
+    return inner // math.prod(shape[axis + 1 :]), outer // math.prod(shape[:axis])
+
+
 def _workspace_for_sum(
     args: Sequence[jax.Array],
     operands: tuple[str, ...],
@@ -154,14 +181,11 @@ def _workspace_for_sum(
     axis = recurrence.axis
     if raw[0].name != "da" or raw[0].shape in (full, step_shape(full, axis)):
         return None
-    shape = raw[0].shape
-    sizes = math.prod(full[:axis]), full[axis], math.prod(full[axis + 1 :])
-    runs = sizes[2] // math.prod(shape[axis + 1 :]), sizes[0] // math.prod(shape[:axis])
     dtypes = {name: x.dtype.name for name, x in zip(operands, args, strict=True)}
     dtypes |= {result.name: result.dtype.name for result in raw}
     return _native.module("cuda").summed_workspace_bytes(
-        *sizes,
-        *runs,
+        *_sizes(full, axis),
+        *_runs(raw[0].shape, full, axis),
         recurrence.state.name,
         *(dtypes.get(name, "") for name in ("a", "h", "g", "db")),
     )

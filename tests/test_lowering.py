@@ -220,6 +220,31 @@ def test_cuda_is_asked_to_sum_da_over_what_shares_a(monkeypatch):
     assert da(4, 6, 1, 1) == da(6, 1, 1) == ("4x6x5x8", "123")
 
 
+def test_the_cpu_kernel_sums_da_over_enough_neighbouring_channels():
+    def da(*shape, a):
+        b = jnp.ones(shape, jnp.float32)
+
+        def gradients(a):
+            return jax.vjp(partial(linear_scan, axis=1), a, b)[1](b)
+
+        text = lowered(gradients, jnp.ones(a, b.dtype), platform="cpu")
+        (call,) = [line for line in text.splitlines() if "jax_scan.v1.cotangent" in line]
+        return re.findall(r"tensor<([\dx]+)xf", call.split("-> ")[-1])[0]
+
+    assert da(4, 6, 5, 16, a=(4, 6, 1, 1)) == "4x6x1x1"
+    assert da(4, 6, 5, 16, a=(4, 6, 5, 1)) == "4x6x5x1"
+    assert da(4, 6, 5, 16, a=(6, 5, 1)) == "4x6x5x1"
+    assert da(4, 6, 1000, a=(4, 6, 1)) == "4x6x1"
+    # Over time, if at all.
+    assert da(4, 6, 5, 16, a=(4, 1, 5, 1)) == "4x1x5x16"
+    # Too few, or not neighbours, or no part of 16 to 256 that divides them, or chunks of time.
+    assert da(4, 6, 5, 8, a=(4, 6, 5, 1)) == "4x6x5x8"
+    assert da(4, 6, 5, 16, a=(4, 6, 1, 16)) == "4x6x5x16"
+    assert da(4, 6, 5, 16, a=(6, 5, 16)) == "4x6x5x16"
+    assert da(4, 6, 257, a=(4, 6, 1)) == "4x6x257"
+    assert da(4, 600, 40, a=(4, 600, 1)) == "4x600x40"
+
+
 def test_jit_compiles_once():
     traced = []
 

@@ -41,7 +41,8 @@
 namespace jax_scan::fuzz {
 namespace {
 
-constexpr Limits kLimits{.largest_bytes = int64_t{16} << 20, .empty = true, .blocks = true};
+constexpr Limits kLimits{
+    .largest_bytes = int64_t{16} << 20, .empty = true, .runs = true, .blocks = true};
 constexpr size_t kFenced = 512;  // bytes beside an array that are checked
 
 thread_local uint64_t current_seed = 0;
@@ -145,6 +146,7 @@ void run(const Problem& p, Setting setting, bool flush) {
         if (!cpu::run_tile(p, tiling.blocks(), tile, setting.set)) std::abort();
       });
   for (std::thread& thread : started) thread.join();
+  tiling.finish(p);
 }
 
 template <class S>
@@ -169,7 +171,7 @@ void put(const Output& out, int64_t k, S value) {
   });
 }
 
-// The recurrence as core/problem.h states it. A sum over time is left out: it has no order.
+// The recurrence as core/problem.h states it. Sums are left out: they have no order.
 template <class S>
 void written_out(const Problem& p) {
   for (int64_t o = 0; o < p.outer; ++o) {
@@ -191,7 +193,7 @@ void written_out(const Problem& p) {
         if (p.op == Op::kCotangent) {
           const S u = x + s;
           put(p.y, index, u);
-          if (!p.da_over_time) put(p.da_out, index, cut ? S(0) : u * h_prev);
+          if (!p.da_over_time && !p.da_over_runs()) put(p.da_out, index, cut ? S(0) : u * h_prev);
           s = cut ? S(0) : a * u;
         } else {
           const S input = p.da.data ? mul_add(get<S>(p.da, o, t, i), h_prev, x) : x;
@@ -246,6 +248,7 @@ class Worker {
       operands[k].assign(at[k], at[k] + bytes);
     }
     const Problem problem = c.problem(at);
+    if (problem.da_over_runs() && !cpu::sums_da(problem)) return "";
     std::string failure;
     const auto fail = [&](const std::string& text) {
       if (failure.empty()) failure = text;
@@ -271,7 +274,8 @@ class Worker {
     std::vector<unsigned char> kept[kSlots];
     const auto check_same = [&](const std::string& what, bool sums) {
       for (int k = kFirstResult; k < kSlots; ++k) {
-        if (!at[k] || (k == kDaOut && c.da_over_time && !sums)) continue;
+        const bool sum = c.da_over_time || problem.da_over_runs();
+        if (!at[k] || (k == kDaOut && sum && !sums)) continue;
         const int bytes = byte_size(c.arrays[k].dtype);
         for (size_t j = 0; j < kept[k].size(); j += bytes) {
           if (same(at[k] + j, &kept[k][j], bytes, c.arrays[k].dtype)) continue;

@@ -139,6 +139,20 @@ bool draw_sum(Case& c, const Limits& limits) {
   return true;
 }
 
+// Now and then, runs of neighbouring channels of any size over which the CPU kernel may sum da.
+bool draw_runs(Case& c, const Limits& limits) {
+  Random random(c.seed ^ 0xd1342543de82ef95u);
+  if (!limits.runs || !random.chance(0.1)) return false;
+  int64_t run = random.pick(16, random.chance(0.5) ? 300 : 1500);
+  if (random.chance(0.6)) run = run / 16 * 16;
+  c.sizes = {random.pick(1, 4), 1, random.chance(0.5) ? 1 : random.pick(2, 4), run};
+  c.axis = 1;
+  c.arrays[kDaOut].broadcast = 1u << 3;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
+  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, random.chance(0.1) ? 4000 : 200));
+  return true;
+}
+
 // Now and then, what the pipeline sums over outer indices: all of these, in full rows, with time
 // enough for several tiles.
 bool draw_stacks(Case& c, const Limits& limits) {
@@ -987,7 +1001,8 @@ Case draw(uint64_t seed, const Limits& limits) {
   free = free && !plain;
   const bool may_sum = !few && !waves && limits.sums && c.op == Op::kCotangent && !free;
   const bool stacks = may_sum && draw_stacks(c, limits);
-  const bool sums = stacks || (may_sum && draw_sum(c, limits));
+  const bool may_run = !few && !waves && c.op == Op::kCotangent;
+  const bool sums = stacks || (may_sum && draw_sum(c, limits)) || (may_run && draw_runs(c, limits));
   const bool streams = !few && !waves && !sums && !free && c.op != Op::kTangent;
   bool shared = false;
   const bool tiles = streams && draw_tiles(c, limits, shared);

@@ -102,6 +102,7 @@ struct Limits {
   int64_t largest_bytes = int64_t{16} << 20;  // of an array in the state's type
   bool empty = false;                         // calls without elements are allowed
   bool sums = false;                          // and sums of da over other axes than time
+  bool runs = false;                          // or over runs of neighbouring channels
   bool blocks = false;                        // and few channels with much time more often
   bool waves = false;                         // half of them as cuda/resident.cuh takes them
 };
