@@ -18,8 +18,10 @@ Rows of 16 bits have b, h and g of that dtype and a of float32, as 0.9999 would 
 in the order in which x is computed, and for da[t] the product of the scales of u[t] and h[t-1].
 `norm` is the 2-norm of a channel's errors over that of its values, of the worst channel. `ratio`
 and `ratio_of_norms` are ours over the loop's, or over one rounding of the dtype if that is more.
-Elements whose scale is above a quarter of the dtype's largest number are left out. `overflow` has
-the step at which the first channel becomes infinite with ours and with the loop, for h.
+Where one of them is above 2, `rounded_loop` says whether ours are the bits of a loop that rounds
+each product and each sum: XLA's fuses them. Elements whose scale is above a quarter of the dtype's
+largest number are left out. `overflow` has the step at which the first channel becomes infinite
+with ours and with the loop, for h.
 
 With `--plot FILES` draws docs/numerics.svg of such results and fills docs/numerics.md's table.
 """
@@ -118,6 +120,21 @@ def _joined(x: jax.Array) -> np.ndarray:
     return np.moveaxis(np.asarray(x), 0, 1).reshape(x.shape[1], -1)
 
 
+def _rounded_loop(a: np.ndarray, b: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(h, da, db) with each product and each sum rounded by itself, in NumPy; of real numbers."""
+    h, da, db = np.empty_like(b), np.zeros_like(a), np.empty_like(g)
+    state = np.zeros_like(a[0])
+    for t in range(len(a)):
+        h[t] = state = a[t] * state + b[t].astype(a.dtype)
+    state = np.zeros_like(a[0])
+    for t in reversed(range(len(a))):
+        db[t] = u = g[t].astype(a.dtype) + state
+        if t > 0:
+            da[t] = u * h[t - 1].astype(a.dtype)
+        state = a[t] * u
+    return h, da, db
+
+
 # ---- Errors --------------------------------------------------------------------------------------
 
 
@@ -142,7 +159,7 @@ def measure(
         "time last": [x.T for x in _ours(a.T, b.T, g.T, axis=1, dtype=dtype)],
     }
     scales = _scales(exact)
-    rows = []
+    rows, rounded = [], None
     for k, what in enumerate(("h", "da", "db")):
         errors, starts = {}, {}
         for who, results in found.items():
@@ -159,6 +176,11 @@ def measure(
             least = _HALF_ULP[stored]
             row["ratio"] = _short(errors[layout][0] / max(errors["sequential"][0], least))
             row["ratio_of_norms"] = _short(errors[layout][1] / max(errors["sequential"][1], least))
+            if max(row["ratio"], row["ratio_of_norms"]) > 2 and dtype != "complex64":
+                if rounded is None and length <= 10**6:
+                    rounded = _rounded_loop(a, b, g)
+                if rounded:
+                    row["rounded_loop"] = np.array_equal(found[layout][k], rounded[k])
             if what == "h" and starts["sequential"] is not None:
                 row["overflow"] = {who: starts[who] for who in (layout, "sequential")}
                 row["overflow"]["ours"] = row["overflow"].pop(layout)

@@ -40,9 +40,16 @@ InstructionSet best_instruction_set() {
   return best;
 }
 
-// Lanes that fill the widest vectors. Below that, channels of several outer indices share a tile,
-// or time is cut into chunks.
-constexpr int64_t kLeastLanes = 16;
+// From so much time on it is cut into chunks where neighbouring channels are fewer than kFewest, or
+// an odd number and of fewer than kFewGroups outer indices: step by step they are walked in half of
+// the time or less, but chunks are work for other threads.
+constexpr int64_t kChunkedTime = 256, kFewest = 4, kFewGroups = 4;
+// With fewer neighbouring channels, ones of several outer indices share a tile in short times.
+constexpr int64_t kShortRow = 8;
+
+static bool has_rows(const Problem& p) {
+  return p.inner >= kShortRow || (p.inner >= kFewest && p.time >= kChunkedTime);
+}
 // Where time is the last axis, so many channels do without chunks: eight tiles, each twice as fast.
 constexpr int64_t kManyLines = 128;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
@@ -51,14 +58,15 @@ constexpr int64_t kFewBytes = 256, kBlockBytes = 65536;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
-  // Few neighbouring channels, or an odd number of them: chunks of time as lanes, two vectors or
-  // more, in blocks that stay in the first-level cache.
-  const bool odd = p.inner < 64 && p.inner * size % 64 != 0;
+  // Chunks of time as lanes, two vectors or more, in blocks that stay in the first-level cache.
+  const bool whole_lines = p.inner * size % 64 == 0, odd = p.inner < 64 && !whole_lines;
+  const bool few = p.inner < kFewest || (odd && p.outer < kFewGroups);
   const bool lines = p.inner == 1 && p.outer >= kManyLines;
-  if (p.channels() > 0 && (p.inner < kLeastLanes || odd) && p.time >= 16 * kLeastLanes && !lines) {
+  if (p.channels() > 0 && few && p.time >= kChunkedTime && !lines) {
     chunks_ = p.inner == 1 ? 32 : 16;
     steps_ = std::max<int64_t>(16, 8192 / size / (chunks_ * p.inner) / 16 * 16);
-  } else if (p.channels() * size <= kFewBytes && p.channels() * p.time >= kSerialElements / 2) {
+  } else if (whole_lines && p.channels() * size <= kFewBytes &&
+             p.channels() * p.time >= kSerialElements / 2) {
     steps_ = std::max<int64_t>(64, kBlockBytes / size / p.channels() / 64 * 64);
   }
   int64_t t = 0;
@@ -78,17 +86,17 @@ Blocks::Blocks(const Problem& p) {
 
 // Channels of a run that are summed at a time, by one tile: as many whatever the number of threads,
 // for the order of a sum decides its bits. 1: a run has no such parts.
-constexpr int64_t kMostSummed = 256;
+constexpr int64_t kMostSummed = 256, kLeastSummed = 16;
 
 static int64_t part_of_run(int64_t run) {
-  for (int64_t part = std::min(run, kMostSummed); part >= kLeastLanes; --part) {
+  for (int64_t part = std::min(run, kMostSummed); part >= kLeastSummed; --part) {
     if (run % part == 0) return part;
   }
   return 1;
 }
 
 bool sums_da(const Problem& p) {
-  if (p.op != Op::kCotangent || p.da_outer_run > 1 || p.inner < kLeastLanes) return false;
+  if (p.op != Op::kCotangent || p.da_outer_run > 1) return false;
   const Blocks blocks(p);
   return part_of_run(p.da_inner_run) > 1 && (!blocks.cut() || blocks[0].chunks == 1);
 }
@@ -125,13 +133,14 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
     }
     return;
   }
-  constexpr int64_t kNarrow = 256, kWide = 1024, kFarApart = 64;
-  inner_ = p.inner >= kLeastLanes ? p.inner : p.channels();
+  constexpr int64_t kNarrow = 256, kWide = 1024, kLeastFarApart = 16, kFarApart = 64;
+  const bool rows = has_rows(p);
+  inner_ = rows ? p.inner : p.channels();
   groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
   // Whole rows where that gives every thread something to do.
-  const int64_t most = p.inner >= kLeastLanes ? kWide : kFarApart;
+  const int64_t most = rows ? kWide : kFarApart;
   width_ = std::min(inner_, most) / part_ * part_;
-  const int64_t least = p.inner >= kLeastLanes ? kNarrow : kLeastLanes;
+  const int64_t least = rows ? kNarrow : kLeastFarApart;
   while (width_ >= 2 * least && groups_ * ((inner_ + width_ - 1) / width_) < 2 * threads) {
     width_ = width_ / 2 / part_ * part_;
   }
