@@ -40,9 +40,10 @@ InstructionSet best_instruction_set() {
   return best;
 }
 
-// From so much time on it is cut into chunks where neighbouring channels are fewer than kFewest, or
-// an odd number and of fewer than kFewGroups outer indices: step by step they are walked in half of
-// the time or less, but chunks are work for other threads.
+// From so much time on it is cut into chunks where neighbouring channels are fewer than kFewest. So
+// it is where they are an odd number and of fewer than kFewGroups outer indices, in a call of
+// several threads: step by step they are walked in half of the time or less, but chunks are work
+// for all.
 constexpr int64_t kChunkedTime = 256, kFewest = 4, kFewGroups = 4;
 // With fewer neighbouring channels, ones of several outer indices share a tile in short times.
 constexpr int64_t kShortRow = 8;
@@ -60,7 +61,8 @@ Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
   // Chunks of time as lanes, two vectors or more, in blocks that stay in the first-level cache.
   const bool whole_lines = p.inner * size % 64 == 0, odd = p.inner < 64 && !whole_lines;
-  const bool few = p.inner < kFewest || (odd && p.outer < kFewGroups);
+  const bool threads = p.channels() * p.time >= kSerialElements;
+  const bool few = p.inner < kFewest || (odd && p.outer < kFewGroups && threads);
   const bool lines = p.inner == 1 && p.outer >= kManyLines;
   if (p.channels() > 0 && few && p.time >= kChunkedTime && !lines) {
     chunks_ = p.inner == 1 ? 32 : 16;

@@ -249,14 +249,16 @@ bool draw_lines(Case& c, const Limits& limits) {
 // for.
 bool draw_blocks(Case& c, const Limits& limits, bool& plain) {
   Random random(c.seed ^ 0xd6e8feb86659fd93u);
-  if (!limits.blocks || !random.chance(0.03)) return false;
-  plain = random.chance(0.75);
-  int64_t inner = 16 * random.pick(1, 4);
-  if (plain) inner = std::min<int64_t>(16 << random.pick(0, 2), 256 / byte_size(c.state));
-  const int64_t least = (int64_t{1} << 16) / inner;
-  const int64_t most = limits.largest_bytes / byte_size(c.state) / inner;
-  c.sizes = {random.pick(least, std::clamp(most, least, 2 * least)), inner};
-  c.axis = 0;
+  if (!limits.blocks || !random.chance(0.04)) return false;
+  plain = random.chance(0.5);
+  const bool odd = !plain && random.chance(0.5);  // chunks instead
+  const int64_t outer = odd ? random.pick(1, 3) : 1;
+  int64_t inner = odd ? random.pick(4, 63) : 16 * random.pick(1, 4);
+  if (plain) inner = std::min<int64_t>(8 << random.pick(0, 3), 256 / byte_size(c.state));
+  const int64_t least = (int64_t{1} << (odd ? 17 : 16)) / inner / outer;
+  const int64_t most = limits.largest_bytes / byte_size(c.state) / inner / outer;
+  c.sizes = {outer, random.pick(least, std::clamp(most, least, 2 * least)), inner};
+  c.axis = 1;
   return true;
 }
 
