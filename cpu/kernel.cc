@@ -87,12 +87,16 @@ Blocks::Blocks(const Problem& p) {
 }
 
 // Channels of a run that are summed at a time, by one tile: as many whatever the number of threads,
-// for the order of a sum decides its bits. 1: a run has no such parts.
+// for the order of a sum decides its bits; if possible whole lines of memory, for tiles are so many
+// times wide. 1: a run has no such parts.
 constexpr int64_t kMostSummed = 256, kLeastSummed = 16;
 
 static int64_t part_of_run(int64_t run) {
-  for (int64_t part = std::min(run, kMostSummed); part >= kLeastSummed; --part) {
-    if (run % part == 0) return part;
+  for (const int64_t unit : {32, 16, 1}) {
+    const int64_t largest = std::min(run, kMostSummed) / unit * unit;
+    for (int64_t part = largest; part >= kLeastSummed; part -= unit) {
+      if (run % part == 0) return part;
+    }
   }
   return 1;
 }

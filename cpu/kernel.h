@@ -26,8 +26,8 @@ struct Block {
   friend bool operator==(const Block&, const Block&) = default;
 };
 
-// How time is cut into blocks where channels are too few to fill vectors or threads. This depends
-// on the Problem alone, as the bits of the result depend on it.
+// How time is cut into blocks where channels are too few for vectors or threads. This depends on
+// the Problem alone, as the bits of the result depend on it.
 class Blocks {
  public:
   explicit Blocks(const Problem& problem);
@@ -51,6 +51,7 @@ class Blocks {
 
 // Whether the kernel sums da over the runs that the problem asks for: runs of enough neighbouring
 // channels, whose steps lie side by side. The answer depends on sizes and the state's type alone.
+// What has been released must stay true: exported programs ask for what it was when they were made.
 bool sums_da(const Problem& problem);
 
 // A group of neighbouring channels, counted over (outer, inner) in row-major order. Tiles of the

@@ -72,8 +72,9 @@ def _with_kernel(
     if results[0].name == "da":
         for shape in _sums(results[0].shape, full, axis):
             summed = [kernel_result(results[0], shape), *raw[1:]]
-            asked = args, operands, summed, full, recurrence
-            if shape == step or (not split and _sums_over_runs(platform, *asked)):
+            if shape == step or (
+                not split and _sums_over_runs(platform, args, operands, summed, full, recurrence)
+            ):
                 raw = summed
                 break
 
