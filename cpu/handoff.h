@@ -1,4 +1,5 @@
-// What one block of time hands to the next: the state of each channel, and the sums so far.
+// What one block of time hands to the next: the state of each channel, and the sums so far. And who
+// has which block.
 #pragma once
 
 #include <atomic>
@@ -11,17 +12,9 @@
 
 namespace jax_scan::cpu {
 
-// Blocks are numbered in the order of the walk, and claimed in it. Whoever has block n waits for
-// what block n - 1 has left, and leaves what block n + 1 takes: so there is one writer at a time.
-class Handoff {
+// Blocks are numbered in the order of the walk, and claimed in it.
+class Claims {
  public:
-  Handoff() = default;
-  Handoff(void* states, void* sums) : states_(states), sums_(sums) {}
-  void set(void* states, void* sums) {
-    states_ = states;
-    sums_ = sums;
-  }
-
   // Before a thread's first claim.
   void enter() { threads_.fetch_add(1, std::memory_order_relaxed); }
   // The next block that nobody has, or kNone: where other processes want the cores too, blocks wait
@@ -33,6 +26,28 @@ class Handoff {
       threads_.fetch_add(1, std::memory_order_relaxed);
     }
     return claimed_.fetch_add(1, std::memory_order_relaxed);
+  }
+  // A thread has waited for more than a millisecond.
+  void count_late() { late_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  static constexpr int64_t kPatience = 2;
+  alignas(64) std::atomic<int64_t> claimed_{0};
+  std::atomic<int64_t> threads_{0};
+  std::atomic<int64_t> late_{0};
+};
+
+// Whoever has block n waits for what block n - 1 has left, and leaves what block n + 1 takes: so
+// there is one writer at a time.
+class Handoff {
+ public:
+  Handoff() = default;
+  Handoff(Claims* claims, void* states, void* sums)
+      : claims_(claims), states_(states), sums_(sums) {}
+  void set(Claims* claims, void* states, void* sums) {
+    claims_ = claims;
+    states_ = states;
+    sums_ = sums;
   }
 
   bool has_states(int64_t block) const {
@@ -68,9 +83,7 @@ class Handoff {
       reached.wait(now, std::memory_order_acquire);
     }
     // No block takes so long, not even one that meets its memory for the first time.
-    if (Clock::now() - begin > std::chrono::milliseconds(1)) {
-      late_.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (Clock::now() - begin > std::chrono::milliseconds(1)) claims_->count_late();
   }
   static void leave(std::atomic<int64_t>& reached, int64_t block) {
     reached.store(block + 1, std::memory_order_release);
@@ -78,12 +91,9 @@ class Handoff {
   }
 
   // On cache lines of their own, for one thread waits for what another is about to write.
-  alignas(64) std::atomic<int64_t> claimed_{0};
   alignas(64) std::atomic<int64_t> states_of_{0};  // the block that may take them
   alignas(64) std::atomic<int64_t> sums_of_{0};
-  static constexpr int64_t kPatience = 2;
-  std::atomic<int64_t> threads_{0};
-  std::atomic<int64_t> late_{0};  // waits of more than a millisecond
+  Claims* claims_ = nullptr;
   void* states_ = nullptr;
   void* sums_ = nullptr;
 };

@@ -51,11 +51,16 @@ constexpr int64_t kShortRow = 8;
 static bool has_rows(const Problem& p) {
   return p.inner >= kShortRow || (p.inner >= kFewest && p.time >= kChunkedTime);
 }
+constexpr int64_t kWide = 1024;    // channels of a tile at most, where there are rows
+constexpr int64_t kFarApart = 64;  // and where there are none
 // Where time is the last axis, so many channels do without chunks: eight tiles, each twice as fast.
 constexpr int64_t kManyLines = 128;
 // Channels that fill no more than four of the widest vectors, which hold all that a step of
 // so many needs: time is cut into blocks, of which the second-level cache holds all operands.
 constexpr int64_t kFewBytes = 256, kBlockBytes = 65536;
+// Where da is summed over outer indices: sums that stay in the second-level cache beside the rows
+// of an `a` that these indices share, and the least that is worth a turn.
+constexpr int64_t kTurnBytes = 131072, kTurnElements = 1024;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
@@ -70,6 +75,9 @@ Blocks::Blocks(const Problem& p) {
   } else if (whole_lines && p.channels() * size <= kFewBytes &&
              p.channels() * p.time >= kSerialElements / 2) {
     steps_ = std::max<int64_t>(64, kBlockBytes / size / p.channels() / 64 * 64);
+  } else if (p.da_outer_run > 1 && has_rows(p) && p.inner * p.time >= kTurnElements) {
+    steps_ = std::max<int64_t>(8, kTurnBytes / size / std::min(p.inner, kWide) / 8 * 8);
+    in_turns_ = true;
   }
   int64_t t = 0;
   if (cut()) {
@@ -102,8 +110,9 @@ static int64_t part_of_run(int64_t run) {
 }
 
 bool sums_da(const Problem& p) {
-  if (p.op != Op::kCotangent || p.da_outer_run > 1) return false;
+  if (p.op != Op::kCotangent) return false;
   const Blocks blocks(p);
+  if (p.da_outer_run > 1) return p.da_inner_run == 1 && blocks.in_turns();
   return part_of_run(p.da_inner_run) > 1 && (!blocks.cut() || blocks[0].chunks == 1);
 }
 
@@ -113,7 +122,7 @@ Block Blocks::operator[](int64_t index) const {
 }
 
 Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
-  if (p.da_out.data && p.da_over_runs()) {
+  if (p.da_out.data && p.da_inner_run > 1) {
     part_ = part_of_run(p.da_inner_run);
     sums_ = p.da_out;
     if (part_ < p.da_inner_run) {
@@ -122,45 +131,57 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
       sums_ = {sums_of_parts_.get(), p.state};
     }
   }
-  if (blocks_.cut()) {
+  if (!blocks_.plain()) {
     inner_ = width_ = p.inner;
     groups_ = p.inner > 0 ? p.outer : 0;
     per_group_ = 1;
     count_ = groups_;
-    if (threads > 1 && groups_ < 4 * threads) {
-      const int64_t lines = (width_ * byte_size(p.state) + 63) / 64;
-      values_ = std::make_unique<CacheLine[]>(2 * groups_ * lines);
-      handoffs_ = std::make_unique<Handoff[]>(groups_);
-      for (int64_t g = 0; g < groups_; ++g) {
-        handoffs_[g].set(&values_[2 * g * lines], &values_[(2 * g + 1) * lines]);
-      }
-      sharers_ = std::min(threads, blocks_.count());
-      count_ = groups_ * sharers_;
-    }
+    if (threads > 1 && groups_ < 4 * threads) share(p, std::min(threads, blocks_.count()));
     return;
   }
-  constexpr int64_t kNarrow = 256, kWide = 1024, kLeastFarApart = 16, kFarApart = 64;
   const bool rows = has_rows(p);
   inner_ = rows ? p.inner : p.channels();
-  groups_ = inner_ > 0 ? p.channels() / inner_ : 0;
+  width_ = std::min(inner_, rows ? kWide : kFarApart) / part_ * part_;
+  if (blocks_.in_turns()) outers_ = p.da_outer_run;
+  groups_ = inner_ > 0 ? p.channels() / inner_ / outers_ : 0;
+  const auto count = [&] { return inner_ > 0 ? groups_ * ((inner_ + width_ - 1) / width_) : 0; };
   // Whole rows where that gives every thread something to do.
-  const int64_t most = rows ? kWide : kFarApart;
-  width_ = std::min(inner_, most) / part_ * part_;
+  constexpr int64_t kNarrow = 256, kLeastFarApart = 16;
   const int64_t least = rows ? kNarrow : kLeastFarApart;
-  while (width_ >= 2 * least && groups_ * ((inner_ + width_ - 1) / width_) < 2 * threads) {
+  while (outers_ == 1 && width_ >= 2 * least && count() < 2 * threads) {
     width_ = width_ / 2 / part_ * part_;
   }
-  per_group_ = inner_ > 0 ? (inner_ + width_ - 1) / width_ : 0;
-  count_ = groups_ * per_group_;
+  count_ = count();
+  per_group_ = groups_ > 0 ? count_ / groups_ : 0;
+  if (outers_ > 1) share(p, count_ < 2 * threads ? std::min(threads, blocks_.count()) : 1);
+}
+
+// `sharers`: tiles of the same channels.
+void Tiling::share(const Problem& p, int64_t sharers) {
+  const int64_t groups = count_, handoffs = groups * outers_;
+  const int64_t lines = (width_ * byte_size(p.state) + 63) / 64;
+  values_.reset(new (std::nothrow) CacheLine[2 * handoffs * lines]());
+  handoffs_.reset(new (std::nothrow) Handoff[handoffs]);
+  claims_ = std::make_unique<Claims[]>(groups);
+  for (int64_t k = 0; values_ && handoffs_ && k < handoffs; ++k) {
+    CacheLine* const values = &values_[2 * k * lines];
+    handoffs_[k].set(&claims_[k / outers_], values, values + lines);
+  }
+  sharers_ = sharers;
+  count_ = groups * sharers;
 }
 
 Tile Tiling::tile(int64_t index) const {
-  if (handoffs_) {
-    const int64_t group = index % groups_;
-    return {group * inner_, width_, &handoffs_[group], sharers_, part_, sums_};
-  }
-  const int64_t first = index % per_group_ * width_, width = std::min(width_, inner_ - first);
-  return {index / per_group_ * inner_ + first, width, nullptr, 1, part_, sums_};
+  const int64_t group = index % (count_ / sharers_);
+  const int64_t first = group % per_group_ * width_;
+  return {.channel = group / per_group_ * outers_ * inner_ + first,
+          .width = std::min(width_, inner_ - first),
+          .outers = outers_,
+          .claims = claims_ ? &claims_[group] : nullptr,
+          .handoff = handoffs_ ? &handoffs_[group * outers_] : nullptr,
+          .sharers = sharers_,
+          .part = part_,
+          .sums = sums_};
 }
 
 template <class S>

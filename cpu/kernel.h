@@ -26,17 +26,20 @@ struct Block {
   friend bool operator==(const Block&, const Block&) = default;
 };
 
-// How time is cut into blocks where channels are too few for vectors or threads. This depends on
-// the Problem alone, as the bits of the result depend on it.
+// How time is cut into blocks: where channels are too few for vectors or threads, or where da is
+// summed over outer indices, which are walked in turns then, block by block. This depends on the
+// Problem alone, as the bits of the result depend on it.
 class Blocks {
  public:
   explicit Blocks(const Problem& problem);
 
-  // False: time is walked in one go, each channel's bits are those of the written-out loop.
   bool cut() const { return steps_ > 0; }
+  // Steps are walked one by one: each channel's bits are those of the written-out loop.
+  bool plain() const { return !cut() || in_turns_; }
+  bool in_turns() const { return in_turns_; }
   // The maps of single-chunk blocks are composed too, for several threads to share the blocks. A
   // step's states are whole lines of memory then, which the walk rests on.
-  bool composed() const { return cut() && chunks_ == 1; }
+  bool composed() const { return !plain() && chunks_ == 1; }
   int64_t count() const { return full_ + rest_count_; }
   Block operator[](int64_t index) const;                            // in the order of memory
   int64_t most_elements() const { return chunks_ * (steps_ + 1); }  // of a channel in a block
@@ -44,22 +47,27 @@ class Blocks {
  private:
   int64_t chunks_ = 1;
   int64_t steps_ = 0;
+  bool in_turns_ = false;
   int64_t full_ = 0;
   int64_t rest_count_ = 0;
   Block rest_[3];
 };
 
-// Whether the kernel sums da over the runs that the problem asks for: runs of enough neighbouring
-// channels, whose steps lie side by side. The answer depends on sizes and the state's type alone.
+// Whether the kernel sums da over the runs that the problem asks for: runs of outer indices, or of
+// enough neighbouring channels whose steps lie side by side. The answer depends on sizes and the
+// state's type alone.
 // What has been released must stay true: exported programs ask for what it was when they were made.
 bool sums_da(const Problem& problem);
 
-// A group of neighbouring channels, counted over (outer, inner) in row-major order. Tiles of the
-// same channels share their blocks of time.
+// A group of neighbouring channels, counted over (outer, inner) in row-major order; of several
+// outer indices where da is summed over these. Tiles of the same channels share their blocks of
+// time.
 struct Tile {
-  int64_t channel;
-  int64_t width;
-  Handoff* handoff = nullptr;  // none where all blocks are this tile's
+  int64_t channel = 0;  // the first one, of the first outer index
+  int64_t width = 0;
+  int64_t outers = 1;
+  Claims* claims = nullptr;    // none where all blocks are this tile's
+  Handoff* handoff = nullptr;  // one for each outer index; or none
   int64_t sharers = 1;         // tiles of these channels
   // Where da is summed over runs of channels: so many of a run are summed here, none of which is
   // another tile's, into arrays (outer, time, inner / part).
@@ -73,8 +81,8 @@ class Tiling {
  public:
   Tiling(const Problem& problem, int64_t threads);
 
-  // False when there was no memory for sums over parts of runs. Tiles must not be walked then.
-  bool ready() const { return part_ == 1 || sums_.data; }
+  // False when there was no memory for what tiles share. They must not be walked then.
+  bool ready() const { return (part_ == 1 || sums_.data) && (!claims_ || (values_ && handoffs_)); }
   int64_t count() const { return count_; }
   Tile tile(int64_t index) const;
   const Blocks& blocks() const { return blocks_; }
@@ -82,11 +90,14 @@ class Tiling {
   void finish(const Problem& problem) const;
 
  private:
+  void share(const Problem& problem, int64_t sharers);
+
   Blocks blocks_;
   int64_t inner_;  // channels in a group: an outer index's inner ones, or all where inner is small
   int64_t groups_;
   int64_t width_;  // channels in a tile; no tile straddles two groups
   int64_t per_group_;
+  int64_t outers_ = 1;  // outer indices of a group
   int64_t sharers_ = 1;
   int64_t count_;
   struct alignas(64) CacheLine {
@@ -94,7 +105,8 @@ class Tiling {
   };
   std::unique_ptr<CacheLine[]> values_;  // of the handoffs
   std::unique_ptr<Handoff[]> handoffs_;
-  int64_t part_ = 1;  // of a run of channels over which da is summed
+  std::unique_ptr<Claims[]> claims_;  // of the tiles that share their blocks
+  int64_t part_ = 1;                  // of a run of channels over which da is summed
   Output sums_;
   std::unique_ptr<std::byte[]> sums_of_parts_;  // in the state's type, where runs have several
 };

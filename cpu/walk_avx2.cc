@@ -26,6 +26,8 @@ namespace {
 //
 #include "cpu/chunks.inc"
 //
+#include "cpu/turns.inc"
+//
 #include "cpu/tile.inc"
 }  // namespace
 

@@ -28,6 +28,8 @@ namespace {
 //
 #include "cpu/chunks.inc"
 //
+#include "cpu/turns.inc"
+//
 #include "cpu/tile.inc"
 }  // namespace
 

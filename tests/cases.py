@@ -107,6 +107,8 @@ LARGE = (
     Case("chunks, a per channel", (2, 1100, 40), a=(40,), h0=(2, 40)),
     Case("chunks, a shared over the batch", (3, 2049, 33), a=(2049, 33), reverse=True),
     Case("chunks, a shared over channels", (2, 4100, 40), a=(2, 4100, 1), reset=(4100,)),
+    Case("turns, a shared over the batch", (4, 1500, 100), a=(1500, 100), h0=(4, 100)),
+    Case("many turns", (150, 90, 24), a=(90, 24), reset=(150, 90), reverse=True),
     Case("narrow rows", (5, 1100, 13), reset=(5, 1100), h0=(5, 13)),
     Case("narrow rows reversed", (4, 700, 6), reverse=True, a=(700, 6)),
     Case("many channels", (1, 16, 120000), h0=(120000,)),

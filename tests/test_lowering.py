@@ -220,7 +220,7 @@ def test_cuda_is_asked_to_sum_da_over_what_shares_a(monkeypatch):
     assert da(4, 6, 1, 1) == da(6, 1, 1) == ("4x6x5x8", "123")
 
 
-def test_the_cpu_kernel_sums_da_over_enough_neighbouring_channels():
+def test_the_cpu_kernel_sums_da_over_axes():
     def da(*shape, a):
         b = jnp.ones(shape, jnp.float32)
 
@@ -235,14 +235,17 @@ def test_the_cpu_kernel_sums_da_over_enough_neighbouring_channels():
     assert da(4, 6, 5, 16, a=(4, 6, 5, 1)) == "4x6x5x1"
     assert da(4, 6, 5, 16, a=(6, 5, 1)) == "4x6x5x1"
     assert da(4, 6, 1000, a=(4, 6, 1)) == "4x6x1"
+    assert da(4, 60, 5, 16, a=(60, 5, 16)) == "1x60x5x16"
     # Over time, if at all.
     assert da(4, 6, 5, 16, a=(4, 1, 5, 1)) == "4x1x5x16"
-    # Too few, or not neighbours, or no part of 16 to 256 that divides them, or chunks of time.
+    # Too few, or not neighbours, or no part of 16 to 256 that divides them, or short, or chunks of
+    # time.
     assert da(4, 6, 5, 8, a=(4, 6, 5, 1)) == "4x6x5x8"
     assert da(4, 6, 5, 16, a=(4, 6, 1, 16)) == "4x6x5x16"
     assert da(4, 6, 5, 16, a=(6, 5, 16)) == "4x6x5x16"
     assert da(4, 6, 257, a=(4, 6, 1)) == "4x6x257"
     assert da(2, 2000, 40, a=(2, 2000, 1)) == "2x2000x40"
+    assert da(4, 2000, 2, a=(2000, 2)) == "4x2000x2"
 
 
 def test_jit_compiles_once():

@@ -7,7 +7,7 @@
 // pages that can't be touched, up against the one or the other; what is left between is checked
 // after the call, and so are the operands. Besides what problems.h compares:
 //   - instruction sets and numbers of threads all give the same bits;
-//   - where time is not cut into blocks, these are the bits of the written-out loop in the state's
+//   - where time is walked step by step, these are the bits of the written-out loop in the state's
 //     type.
 // Some calls run with denormal numbers taken for zero, as XLA runs CPU code.
 #include <signal.h>
@@ -302,7 +302,7 @@ class Worker {
     }
 
     const bool again = random.chance(0.35);
-    const bool loop = random.chance(0.35) && !cpu::Blocks(problem).cut();
+    const bool loop = random.chance(0.35) && cpu::Blocks(problem).plain();
     for (int k = kFirstResult; (again || loop) && k < kSlots; ++k) {
       if (at[k]) kept[k].assign(at[k], at[k] + c.bytes(static_cast<Slot>(k)));
     }

@@ -139,17 +139,29 @@ bool draw_sum(Case& c, const Limits& limits) {
   return true;
 }
 
-// Now and then, runs of neighbouring channels of any size over which the CPU kernel may sum da.
+// Now and then, runs of outer indices or of neighbouring channels, of any size, over which the CPU
+// kernel may sum da.
 bool draw_runs(Case& c, const Limits& limits) {
   Random random(c.seed ^ 0xd1342543de82ef95u);
-  if (!limits.runs || !random.chance(0.1)) return false;
+  if (!limits.runs || !random.chance(0.15)) return false;
+  const auto draw_time = [&](int64_t longest) {
+    const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
+    c.sizes[c.axis] = random.pick(1, std::clamp<int64_t>(most, 1, longest));
+  };
+  if (random.chance(0.35)) {
+    const int64_t run = random.chance(0.8) ? random.pick(2, 9) : random.pick(10, 200);
+    c.sizes = {random.pick(1, 3), run, 1, draw_size(random, random.chance(0.1) ? 3000 : 300)};
+    c.axis = 2;
+    c.arrays[kDaOut].broadcast = 1u << 1;
+    draw_time(random.chance(0.5) ? 6000 : 400);
+    return true;
+  }
   int64_t run = random.pick(16, random.chance(0.5) ? 300 : 1500);
   if (random.chance(0.6)) run = run / 16 * 16;
   c.sizes = {random.pick(1, 4), 1, random.chance(0.5) ? 1 : random.pick(2, 4), run};
   c.axis = 1;
   c.arrays[kDaOut].broadcast = 1u << 3;
-  const int64_t most = limits.largest_bytes / byte_size(c.state) / c.elements();
-  c.sizes[1] = random.pick(1, std::clamp<int64_t>(most, 1, random.chance(0.1) ? 4000 : 200));
+  draw_time(random.chance(0.1) ? 4000 : 200);
   return true;
 }
 
