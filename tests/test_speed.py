@@ -59,6 +59,21 @@ def test_P1_faster_than_lax_scan(f):
     assert fast, times
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_P1_mixed_dtypes(dtype):
+    """Where b has fewer bits than a, less is read and written; conversions cost little."""
+    a, b = given(8, 2048, 256)
+    scan = partial(linear_scan, out_dtype=a.dtype)
+    f = jax.jit(lambda a, b: jax.vjp(scan, a, b)[1](a))
+    limit = 10 if GPU else 4
+    fast, times = least_times(
+        partial(f, a, b.astype(dtype)),
+        partial(f, a, b),
+        until=lambda mixed, alike: mixed < limit * alike,
+    )
+    assert fast, times
+
+
 @pytest.mark.parametrize("shape", [(1, 30000, 1), (1, 10**6, 1)])
 def test_P1_one_long_channel(shape):
     """Parallel over time where there is nothing else: far from a launch or a microsecond a step."""
