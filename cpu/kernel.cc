@@ -59,8 +59,9 @@ constexpr int64_t kManyLines = 128;
 // so many needs: time is cut into blocks, of which the second-level cache holds all operands.
 constexpr int64_t kFewBytes = 256, kBlockBytes = 65536;
 // Where da is summed over outer indices: sums that stay in the second-level cache beside the rows
-// of an `a` that these indices share, and the least that is worth a turn.
-constexpr int64_t kTurnBytes = 131072, kTurnElements = 1024;
+// of an `a` that these indices share, and the least that is worth a turn, for which a state is
+// kept.
+constexpr int64_t kTurnBytes = 131072, kTurnElements = 1024, kTurnSteps = 16;
 
 Blocks::Blocks(const Problem& p) {
   const int64_t size = byte_size(p.state);
@@ -75,7 +76,8 @@ Blocks::Blocks(const Problem& p) {
   } else if (whole_lines && p.channels() * size <= kFewBytes &&
              p.channels() * p.time >= kSerialElements / 2) {
     steps_ = std::max<int64_t>(64, kBlockBytes / size / p.channels() / 64 * 64);
-  } else if (p.da_outer_run > 1 && has_rows(p) && p.inner * p.time >= kTurnElements) {
+  } else if (p.da_outer_run > 1 && has_rows(p) && p.time >= kTurnSteps &&
+             p.inner * p.time >= kTurnElements) {
     steps_ = std::max<int64_t>(8, kTurnBytes / size / std::min(p.inner, kWide) / 8 * 8);
     in_turns_ = true;
   }
@@ -160,12 +162,13 @@ Tiling::Tiling(const Problem& p, int64_t threads) : blocks_(p) {
 void Tiling::share(const Problem& p, int64_t sharers) {
   const int64_t groups = count_, handoffs = groups * outers_;
   const int64_t lines = (width_ * byte_size(p.state) + 63) / 64;
-  values_.reset(new (std::nothrow) CacheLine[2 * handoffs * lines]());
+  const int64_t each = blocks_.in_turns() ? 1 : 2;  // with sums over time
+  values_.reset(new (std::nothrow) CacheLine[each * handoffs * lines]());
   handoffs_.reset(new (std::nothrow) Handoff[handoffs]);
   claims_ = std::make_unique<Claims[]>(groups);
   for (int64_t k = 0; values_ && handoffs_ && k < handoffs; ++k) {
-    CacheLine* const values = &values_[2 * k * lines];
-    handoffs_[k].set(&claims_[k / outers_], values, values + lines);
+    CacheLine* const values = &values_[each * k * lines];
+    handoffs_[k].set(&claims_[k / outers_], values, each > 1 ? values + lines : nullptr);
   }
   sharers_ = sharers;
   count_ = groups * sharers;
