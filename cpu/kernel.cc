@@ -165,8 +165,9 @@ void Tiling::share(const Problem& p, int64_t sharers) {
   const int64_t each = blocks_.in_turns() ? 1 : 2;  // with sums over time
   values_.reset(new (std::nothrow) CacheLine[each * handoffs * lines]());
   handoffs_.reset(new (std::nothrow) Handoff[handoffs]);
-  claims_ = std::make_unique<Claims[]>(groups);
-  for (int64_t k = 0; values_ && handoffs_ && k < handoffs; ++k) {
+  claims_.reset(new (std::nothrow) Claims[groups]);
+  shared_ = true;
+  for (int64_t k = 0; ready() && k < handoffs; ++k) {
     CacheLine* const values = &values_[each * k * lines];
     handoffs_[k].set(&claims_[k / outers_], values, each > 1 ? values + lines : nullptr);
   }

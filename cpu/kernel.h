@@ -66,9 +66,11 @@ struct Tile {
   int64_t channel = 0;  // the first one, of the first outer index
   int64_t width = 0;
   int64_t outers = 1;
-  Claims* claims = nullptr;    // none where all blocks are this tile's
-  Handoff* handoff = nullptr;  // one for each outer index; or none
-  int64_t sharers = 1;         // tiles of these channels
+  // Of the blocks, and for each outer index a handoff. None where all are this tile's, unless outer
+  // indices take turns.
+  Claims* claims = nullptr;
+  Handoff* handoff = nullptr;
+  int64_t sharers = 1;  // tiles of these channels
   // Where da is summed over runs of channels: so many of a run are summed here, none of which is
   // another tile's, into arrays (outer, time, inner / part).
   int64_t part = 1;
@@ -82,7 +84,9 @@ class Tiling {
   Tiling(const Problem& problem, int64_t threads);
 
   // False when there was no memory for what tiles share. They must not be walked then.
-  bool ready() const { return (part_ == 1 || sums_.data) && (!claims_ || (values_ && handoffs_)); }
+  bool ready() const {
+    return (part_ == 1 || sums_.data) && (!shared_ || (values_ && handoffs_ && claims_));
+  }
   int64_t count() const { return count_; }
   Tile tile(int64_t index) const;
   const Blocks& blocks() const { return blocks_; }
@@ -98,6 +102,7 @@ class Tiling {
   int64_t width_;  // channels in a tile; no tile straddles two groups
   int64_t per_group_;
   int64_t outers_ = 1;  // outer indices of a group
+  bool shared_ = false;
   int64_t sharers_ = 1;
   int64_t count_;
   struct alignas(64) CacheLine {

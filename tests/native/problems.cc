@@ -150,7 +150,9 @@ bool draw_runs(Case& c, const Limits& limits) {
   };
   if (random.chance(0.35)) {
     const int64_t run = random.chance(0.8) ? random.pick(2, 9) : random.pick(10, 200);
-    c.sizes = {random.pick(1, 3), run, 1, draw_size(random, random.chance(0.1) ? 3000 : 300)};
+    const int64_t outer = random.pick(1, 3), most = limits.largest_bytes / 16 / (outer * run);
+    c.sizes = {outer, run, 1,
+               draw_size(random, std::min<int64_t>(most, random.chance(0.1) ? 3000 : 300))};
     c.axis = 2;
     c.arrays[kDaOut].broadcast = 1u << 1;
     draw_time(random.chance(0.5) ? 6000 : 400);
